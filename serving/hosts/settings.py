@@ -24,18 +24,18 @@ class HostSettings(Settings):
     coordinator: str | None = Field(
         None,
         pattern=r"^[^:]+(:\d+)?$|^\[.+\](:\d+)?$",
-        description=f"HOST or HOST:PORT of host 0, where all meet; a free port there (unset: {MEETING_PORT}).",
+        description=f"HOST or HOST:PORT of host 0, to which all hosts connect; a free port (unset: {MEETING_PORT}).",
     )
     num_hosts: int | None = Field(None, ge=1, description="With --coordinator: number of hosts.")
     host_id: int | None = Field(None, ge=0, description="With --coordinator: number of this host; 0 leads.")
     plan_port: int = Field(
-        0, ge=0, le=65535, description="Port of host 0 from which the others take its steps; 0 picks a free one."
+        0, ge=0, le=65535, description="Port on which host 0 sends its steps to the others; 0 picks a free one."
     )
     host_timeout: float = Field(
         8.0, ge=2, description="Seconds of silence after which a host counts as lost, and all hosts end."
     )
     meeting_timeout: int = Field(
-        300, ge=1, le=1_000_000, description="Seconds to wait at start-up until all hosts are there."
+        300, ge=1, le=1_000_000, description="Seconds to wait at startup for all hosts to connect."
     )
 
     @model_validator(mode="after")

@@ -107,7 +107,7 @@ class Folder:
             if not self.path.is_dir():  # another server has removed it to make room
                 self._make()
             self._put(unfinished, data)
-            unfinished.replace(self._file(name))
+            unfinished.replace(self.file(name))
         except OSError:
             with contextlib.suppress(OSError):
                 unfinished.unlink()
@@ -123,7 +123,7 @@ class Folder:
         Raises:
             OSError, DamagedFile: it cannot be read; it is not what was written, or not what is expected.
         """
-        path = self._file(name)
+        path = self.file(name)
         with open_at_once(path, os.O_NOFOLLOW) as file:
             data = file.read()
         try:
@@ -144,19 +144,20 @@ class Folder:
     def used(self, name: Name) -> None:
         """Marks a part as used now. A later process drops the least recently used parts first."""
         with contextlib.suppress(OSError):
-            os.utime(self._file(name))
+            os.utime(self.file(name))
 
     def remove(self, names: Iterable[Name]) -> None:
         """Removes parts in this order. Missing parts and those that cannot be removed are skipped."""
         for name in names:
             with contextlib.suppress(OSError):
-                self._file(name).unlink()
+                self.file(name).unlink()
 
     def has(self, name: Name) -> bool:
         """Returns whether a file of this name exists."""
-        return is_regular(self._file(name))
+        return is_regular(self.file(name))
 
-    def _file(self, name: Name) -> Path:
+    def file(self, name: Name) -> Path:
+        """Returns the path of a part."""
         return self.path / (name.hex() + ENDING)
 
 

@@ -25,6 +25,7 @@ from serving.tiers.folder import (
     PART_NAME,
     UNFINISHED,
     UNFINISHED_NAME,
+    Folder,
     is_marked,
     is_regular,
     unit_of,
@@ -58,11 +59,11 @@ class Changes:
 
 
 class Listing:
-    """One process's view of a folder that is there, for one thread at a time. `block`: B; `with_blocks`: a unit needs
-    its blocks' files."""
+    """One process's view of a folder, for one thread at a time. `block`: B; `with_blocks`: a unit needs its blocks'
+    files."""
 
-    def __init__(self, path: Path, block: int, *, with_blocks: bool) -> None:
-        self.path, self._block, self._with_blocks = path, block, with_blocks
+    def __init__(self, folder: Folder, block: int, *, with_blocks: bool) -> None:
+        self._folder, self.path, self._block, self._with_blocks = folder, folder.path, block, with_blocks
         self._began = time.time()
         self._seen: dict[Name, int] = {}  # blocks, and units that are whole: when they were last used, in nanoseconds
         self._units: set[Name] = set()
@@ -70,7 +71,7 @@ class Listing:
         self._folder_time = 0
         self._all_at = self._swept_at = -math.inf
         self.alone = False  # whether this process was the only one that used the folder when it started
-        self._lock = _locked(path)
+        self._lock = _locked(self.path)
         with contextlib.suppress(OSError):
             if self._lock is not None:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -145,14 +146,13 @@ class Listing:
     def _take_in(self, found: list[tuple[int, Unit]], changes: Changes) -> None:
         broken, self._broken = self._broken, set()
         for at, unit in sorted(found, key=lambda each: each[0]):
-            if not self._with_blocks or all(name in self._seen or is_regular(self._file(name)) for name in unit.blocks):
+            if not self._with_blocks or all(name in self._seen or self._folder.has(name) for name in unit.blocks):
                 self._seen[unit.name] = at
                 self._units.add(unit.name)
                 changes.new[unit.name] = unit
             elif unit.name in broken:
                 # Blocks come before it and go after it: the first time, the look itself may have been too early.
-                with contextlib.suppress(OSError):
-                    self._file(unit.name).unlink()
+                self._folder.remove([unit.name])
             else:
                 self._broken.add(unit.name)
                 self._folder_time = 0
@@ -161,13 +161,13 @@ class Listing:
         """Removes those of these blocks that no unit refers to: their writer was killed before it wrote the unit."""
         for name in self._units | self._broken if loose else ():
             with contextlib.suppress(OSError, ValueError):
-                unit = unit_of(self._file(name), name, self._block)
+                unit = unit_of(self._folder.file(name), name, self._block)
                 loose.difference_update(unit.blocks if unit is not None else ())
         late = self._began if self.alone else time.time() - _ABANDONED
         for name in loose:
             with contextlib.suppress(OSError):
-                if self._file(name).stat().st_mtime < late:
-                    self._file(name).unlink()
+                if self._folder.file(name).stat().st_mtime < late:
+                    self._folder.remove([name])
 
     def _remove_abandoned(self, path: Path) -> None:
         host, process, _ = path.name.removesuffix(UNFINISHED).rsplit("-", 2)
@@ -175,9 +175,6 @@ class Listing:
         late = time.time() - path.stat().st_mtime > _ABANDONED
         if late or (not own and (_is_dead(host, process) or (self.alone and path.stat().st_mtime < self._began))):
             path.unlink()
-
-    def _file(self, name: Name) -> Path:
-        return self.path / (name.hex() + ENDING)
 
 
 def make_room(root: Path, own: Path, most: int) -> None:

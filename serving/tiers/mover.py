@@ -220,7 +220,7 @@ class Mover(StateSource):
     def _copied(self, size: int, error: str) -> None:
         self.tiers.copying -= size
         if error:
-            log.warning("a checkpoint did not leave the device: %s", error)
+            log.warning("a checkpoint could not be copied from the device: %s", error)
 
     def _spill(self, unit: Unit, parts: Mapping[Name, Part]) -> None:
         """Writes parts in memory to disk. `parts`: new ones, which memory may already have dropped."""

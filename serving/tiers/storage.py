@@ -22,6 +22,7 @@ Part = Future[Arrays]
 
 PATIENCE = 60.0  # seconds after which a part that an engine was to copy counts as lost
 _PAUSE = 30.0  # pause in seconds after a write to the disk has failed
+_GONE = "it is not in memory any more"
 _LOOK = 1.0  # seconds between two looks at a disk that others may write to, at least
 
 
@@ -85,7 +86,7 @@ class Memory:
                 if self.tier.holds(name):
                     self._promises[name] = part
                 else:
-                    part.set_exception(_gone())
+                    part.set_exception(KeyError(_GONE))
             return part
 
     def reader(self, names: Sequence[Name]) -> PartReader:
@@ -98,7 +99,7 @@ class Memory:
         self._parts.pop(name, None)
         promise = self._promises.pop(name, None)
         if promise is not None:
-            promise.set_exception(_gone())
+            promise.set_exception(KeyError(_GONE))
 
 
 class Disk:
@@ -119,7 +120,7 @@ class Disk:
         self._closing = threading.Event()
         self._looked, self._changes = threading.Lock(), Changes()
         """Changes that the thread that watches the folder has seen and no engine has applied yet."""
-        self._listing = Listing(folder.path, block, with_blocks=with_blocks)
+        self._listing = Listing(folder, block, with_blocks=with_blocks)
         self._changes.add(self._listing.look())
         self._looking = threading.Thread(target=self._look, name="tier-look", daemon=True)
         self._looking.start()
@@ -205,14 +206,14 @@ class Disk:
         try:
             until = time.monotonic() + PATIENCE
             arrays = {name: parts[name].result(max(0.0, until - time.monotonic())) for name in names}
-        except Exception as problem:  # the engine that was to bring it has failed, which is nothing to others
-            log.warning("a checkpoint did not come to the disk cache: %s", problem)
+        except Exception as problem:  # the engine that was to copy it has failed; the others are not affected
+            log.warning("a checkpoint could not be copied to the disk cache: %s", problem)
             return one_line(problem)
         try:
             for name in names:
                 self.folder.write(name, arrays[name], unit if name == unit.name else None)
         except Exception as problem:  # in any case the tier's records must not have the unit
-            log.warning("the disk cache does not take a checkpoint: %s", problem)
+            log.warning("a checkpoint could not be written to the disk cache: %s", problem)
             self._pause_until = time.monotonic() + _PAUSE
             return one_line(problem)
         return ""
@@ -244,13 +245,9 @@ def failure(part: Future[Any]) -> str:
     return "" if error is None else one_line(error)
 
 
-def _gone() -> KeyError:
-    return KeyError("it is not in memory any more")
-
-
 def _pass_on(promise: Part, part: Part) -> None:
     if part.cancelled():
-        promise.set_exception(_gone())
+        promise.set_exception(KeyError(_GONE))
     elif (error := part.exception()) is not None:
         promise.set_exception(error)
     else:

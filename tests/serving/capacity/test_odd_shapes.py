@@ -5,6 +5,7 @@ Whatever implementation takes them, the store is updated in place.
 """
 
 import dataclasses
+import itertools
 
 import jax.numpy as jnp
 import pytest
@@ -25,10 +26,6 @@ def batch(kind):
     return PrefillBatch.empty(tokens=256, rows=2, tiles=10, pages_per_row=1, tile_size=TILE)
 
 
-def marks(topology, *more):
-    return [pytest.mark.tpu_compile if topology.startswith("v") else pytest.mark.gpu_compile, *more]
-
-
 def mamba():
     config = few_layers("nemotron-h-8b", "M", vocab_size=256)
     odd = dataclasses.replace(config.mamba, num_heads=9, head_dim=48, num_groups=3, state_size=96)
@@ -41,17 +38,16 @@ def delta():
     return dataclasses.replace(config, recurrences=(odd,))
 
 
+COMPILERS = {"v5e-1": pytest.mark.tpu_compile, "h200-1": pytest.mark.gpu_compile}
+FEW = [("v5e-1", "decode", mamba), ("h200-1", "decode", mamba), ("h200-1", "prefill", delta)]
+REST = [case for case in itertools.product(COMPILERS, ("decode", "prefill"), (mamba, delta)) if case not in FEW]
+
+
 @pytest.mark.parametrize(
     ("topology", "kind", "odd"),
     [
-        pytest.param("v5e-1", "decode", mamba, marks=marks("v5e-1")),
-        pytest.param("h200-1", "decode", mamba, marks=marks("h200-1")),
-        pytest.param("h200-1", "prefill", delta, marks=marks("h200-1")),
-        pytest.param("v5e-1", "prefill", mamba, marks=marks("v5e-1", pytest.mark.slow)),
-        pytest.param("h200-1", "prefill", mamba, marks=marks("h200-1", pytest.mark.slow)),
-        pytest.param("h200-1", "decode", delta, marks=marks("h200-1", pytest.mark.slow)),
-        pytest.param("v5e-1", "decode", delta, marks=marks("v5e-1", pytest.mark.slow)),
-        pytest.param("v5e-1", "prefill", delta, marks=marks("v5e-1", pytest.mark.slow)),
+        *(pytest.param(*case, marks=COMPILERS[case[0]]) for case in FEW),
+        *(pytest.param(*case, marks=[COMPILERS[case[0]], pytest.mark.slow]) for case in REST),
     ],
 )
 def test_store_is_updated_in_place(topology, kind, odd):

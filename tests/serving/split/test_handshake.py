@@ -5,6 +5,7 @@ import logging
 import socket
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import httpx
 import pytest
@@ -22,33 +23,19 @@ from tests.support.servers.listener import listener
 from tests.support.servers.live_server import running
 
 
-class Side:
+def prefill_app():
     """A prefill side that has a manifest and no engine."""
 
-    lease = 30.0
-    kept = 0
-    worker = SimpleNamespace(manifest=BASE, close=lambda: None)
-
-    def sweep(self):
-        return 0
-
-    def offer(self, want):
-        raise SplitError(f"state {want.id} does not exist or was dropped")
-
-
-class NoEngine:
-    async def call(self, function):
+    async def call(function):
         return function(None)
 
-    def tell(self, function):
-        function(None)
-
-
-def prefill_app():
+    error = SplitError("state x does not exist or was dropped")
+    worker = SimpleNamespace(manifest=BASE, close=lambda: None)
+    side = SimpleNamespace(lease=30.0, kept=0, worker=worker, sweep=lambda: 0, offer=mock.Mock(side_effect=error))
     app = FastAPI()
     errors.install(app)
-    app.include_router(worker_router(Side.worker, offers=Side()))
-    app.state.context = SimpleNamespace(engine=NoEngine())
+    app.include_router(worker_router(worker, offers=side))
+    app.state.context = SimpleNamespace(engine=SimpleNamespace(call=call, tell=lambda function: function(None)))
     return app
 
 
@@ -82,16 +69,6 @@ def test_a_mismatch_is_one_line_on_both_sides(url, fields, caplog):
     assert "\n" not in record.getMessage()
 
 
-class DecodeSide:
-    """A decode side that has a manifest and no engine."""
-
-    timeout, renew = 5.0, None
-    worker = SimpleNamespace(manifest=other(page_size=16), close=lambda: None)
-
-    def accept(self, peer, ticket):
-        return None
-
-
 def test_states_are_fetched_from_allowed_workers_only(url):
     """The decode worker connects only to allowed workers, so that only these get the fleet's key."""
     heard = {"unknown": b"", "allowed": b""}
@@ -109,7 +86,9 @@ def test_states_are_fetched_from_allowed_workers_only(url):
         app = FastAPI()
         errors.install(app)
         known = {"allowed": [url + "/", allowed], "keys": ["the fleet's"]}
-        app.include_router(worker_router(DecodeSide.worker, decodes=DecodeSide(), **known))
+        worker = SimpleNamespace(manifest=other(page_size=16), close=lambda: None)
+        side = SimpleNamespace(timeout=5.0, renew=None, worker=worker, accept=lambda peer, ticket: None)
+        app.include_router(worker_router(worker, decodes=side, **known))
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://decode") as client:
             status, body = await expect(client, unknown)
             assert (status, body["error"]["code"]) == (403, "peer_not_allowed")

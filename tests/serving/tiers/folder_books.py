@@ -33,7 +33,7 @@ class Disk:
 
     def __init__(self, path: Path) -> None:
         self.folder, self.tier = Folder(path), Tier("disk", CAP, SIZES)
-        self.listing = Listing(path, B, with_blocks=True)
+        self.listing = Listing(self.folder, B, with_blocks=True)
         self.look()
 
     def look(self) -> None:

@@ -26,7 +26,7 @@ def test_what_was_used_last_stays_longest_over_a_restart(tmp_path):
     units = [unit([first] * 5)._replace(client=client) for first, client in enumerate((None, "a", "b"))]
     for at, each in enumerate(units):
         disk.store(each)
-        os.utime(disk.folder._file(each.name), (at, at))
+        os.utime(disk.folder.file(each.name), (at, at))
     disk.folder.used(units[0].name)
     assert list(disk.restart().tier.units.values()) == [units[1], units[2], units[0]], "and count for their clients"
 
@@ -54,7 +54,7 @@ def others_folder(root: Path, name: str, number: int = 0) -> Path:
 def test_other_models_folders_make_room_unless_they_are_used(tmp_path):
     for number, name in enumerate("abcd"):
         others_folder(tmp_path, name * 32, number)
-    other = Listing(tmp_path / ("b" * 32), B, with_blocks=True)
+    other = Listing(Folder(tmp_path / ("b" * 32)), B, with_blocks=True)
     make_room(tmp_path, tmp_path / ("a" * 32), 3500)
     assert sorted(path.name[0] for path in tmp_path.iterdir()) == ["a", "b", "d"]
     other.close()

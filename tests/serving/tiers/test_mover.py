@@ -173,7 +173,7 @@ def test_what_is_damaged_is_dropped_and_the_request_told(movers, which):
     mover = movers("nemotronh", layout, "disk")
     unit = depart(mover, mover.tiers.disk, full)
     mover.settle()
-    path = mover.disk.folder._file(unit.name if which == "own" else unit.blocks[1])
+    path = mover.disk.folder.file(unit.name if which == "own" else unit.blocks[1])
     path.write_bytes(path.read_bytes()[:-3])
     loop = Loop(empty)
     loop.fetch(mover, TierHit(mover.tiers.disk, unit))

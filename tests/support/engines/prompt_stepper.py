@@ -10,7 +10,7 @@ import numpy as np
 
 from mamba_jax.batch import DecodeBatch, PrefillBatch, SeatBatch, StepOutput, num_tiles
 from mamba_jax.model import HybridModel
-from mamba_jax.programs import StepPrograms
+from mamba_jax.programs import StepBatch, StepPrograms
 from mamba_jax.rows import init_rows
 from mamba_jax.sampling import sampling_row
 from tests.support.engines.spoiled_store import spoiled_store
@@ -103,9 +103,7 @@ class PromptStepper:
                     batch.tile_write_slot[tile] = written[row, stop] = 1 + 2 * len(self.prompts) + tile
                 tile += 1
             self.length[row], self.slot[row] = end, written[row, end]
-        self.store, self.rows, output = self.programs.step(self.store, self.rows, batch)
-        assert not output.tag_error
-        return jax.device_get(output), written
+        return self._run(batch), written
 
     def decode(self, rows: list[int]) -> StepOutput:
         """Feeds each row's next token: of the prompt while there is any, then the one it has sampled itself.
@@ -124,6 +122,9 @@ class PromptStepper:
                 batch.continues[j] = True
             self.length[row] += 1
             self.slot[row] = int(batch.write_slot[j, 0])
+        return self._run(batch)
+
+    def _run(self, batch: StepBatch) -> StepOutput:
         self.store, self.rows, output = self.programs.step(self.store, self.rows, batch)
         assert not output.tag_error
         return jax.device_get(output)

@@ -199,10 +199,6 @@ class LoadedFleet(Fleet):
         with ThreadPoolExecutor(12) as pool:
             list(pool.map(one, range(count)))
 
-    def split(self) -> int:
-        """Requests so far of which the prompt was computed by a prefill worker."""
-        return self.front.get("/status")["relay"]["split"]
-
     def fetched(self) -> dict[str, int]:
         """The first decode worker's counters."""
         return sealed_status(self.decode[0])

@@ -85,20 +85,15 @@ class Host:
 
     def prefill(self, *rows, tile_size=TILE):
         """Runs a prefill step; rows as of `prefill_batch`."""
-        batch = self.prefill_batch(*rows, tile_size=tile_size)
-        self.store, self.rows, output = self.programs.step(self.store, self.rows, batch)
-        return self._checked(output)
+        return self._run(self.prefill_batch(*rows, tile_size=tile_size))
 
     def decode(self, *rows):
         """Runs a decode step; rows as of `decode_batch`."""
-        self.store, self.rows, output = self.programs.step(self.store, self.rows, self.decode_batch(*rows))
-        return self._checked(output)
+        return self._run(self.decode_batch(*rows))
 
     def mixed(self, decode, prefill):
         """Runs a step with decode rows and prefill rows."""
-        batch = MixedBatch(self.decode_batch(*decode), self.prefill_batch(*prefill))
-        self.store, self.rows, outputs = self.programs.step(self.store, self.rows, batch)
-        return tuple(map(self._checked, outputs))
+        return self._run(MixedBatch(self.decode_batch(*decode), self.prefill_batch(*prefill)))
 
     def prefill_batch(self, *rows, tile_size=TILE):
         """Each row is a dict: row_id, tokens, c, read, write (the last tile's slot), writes (all tiles'), sample."""
@@ -149,7 +144,8 @@ class Host:
         """The rows, with drafts noted on one seat as a program that proposes them would."""
         return dataclasses.replace(self.rows, drafts=self.rows.drafts.at[row_id].set(jnp.asarray(drafts)))
 
-    def _checked(self, output):
+    def _run(self, batch):
+        self.store, self.rows, output = self.programs.step(self.store, self.rows, batch)
         for leaf in jax.tree.leaves((self.store.slots, self.store.kv, self.store.hidden)):
             assert np.isnan(leaf[0]).all(), "the null slot or page was written"
         return jax.tree.map(np.asarray, output)
