@@ -67,7 +67,7 @@ def check_compiler(target: Target) -> None:
 
 
 def slice_mesh(target: Target, members: int = 1) -> Mesh:
-    """The devices of a machine, as far as a compiler has to know them. `members`: as for `make_mesh`.
+    """Returns the devices of a machine, described for its compiler. `members`: as for `make_mesh`.
 
     Raises:
         ConfigError: the compiler does not know such a machine.

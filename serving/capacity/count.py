@@ -50,7 +50,7 @@ class LongContext:
     chunk: int
     """The fewest tokens of a step with which the first token comes almost as soon as with any number."""
     chunked_first_token_s: float
-    """The least time to the first token with steps of so many tokens."""
+    """The least time to the first token with steps of `chunk` tokens."""
     decode_ms: float
     """The least time to each next token."""
 
@@ -107,7 +107,7 @@ class Counter:
     def decode(self, *, rows: int, drafts: int, context: int, replay: Replay | None = None) -> Work:
         """The least of a decode step of full rows: each reads one state, and writes one after each token.
 
-        Under replay, one after every so many tokens; a row's tail is half full on average, and read as far.
+        Under replay, it writes one per interval; a row's tail is half full on average, and only that half is read.
         """
         tokens, tails = rows * (1 + drafts), 0.0
         written = tokens if replay is None else tokens / replay.interval

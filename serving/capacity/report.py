@@ -43,7 +43,7 @@ def as_text(plan: CapacityPlan, at_context: int | None = None) -> RenderableType
     parts += [Text(), _memory(plan)]
     if plan.size is not None:
         parts += [Text(), Text(plan.size.report())]
-        parts.append(Text(f"  off the device: {show_bytes(plan.bytes_off_device)} a state, its keys and values aside"))
+        parts.append(Text(f"  off the device: {show_bytes(plan.bytes_off_device)} a state, without keys and values"))
         tokens = at_context or plan.context
         sequences, limit = plan.sequences_at(tokens)
         parts.append(Text(f"At {tokens:,} tokens each, {sequences:,} sequences run at once (limited by {limit})."))

@@ -28,7 +28,7 @@ _MAX_CALLS = 4096  # calls that a follower buffers: the leader is one step ahead
 class HostGroup:
     """This host and its connections: the leader has one to each follower, a follower one to the leader.
 
-    Whatever goes wrong ends this process: a step that the hosts do not all do leaves the others waiting for ever.
+    Whatever goes wrong ends this process: hosts that run a step which another one does not run wait for ever.
 
     Args:
         host: our number; 0 leads.

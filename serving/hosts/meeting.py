@@ -180,7 +180,7 @@ def connect_hosts(settings: HostSettings, facts: Mapping[str, str], end: float) 
 
 
 def _own_addresses(settings: HostSettings) -> Iterator[str]:
-    """Where others may find this host, the likeliest first."""
+    """Addresses by which others may reach this host, the most likely first."""
     if settings.meeting_host is not None:
         yield settings.meeting_host
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

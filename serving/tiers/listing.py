@@ -43,7 +43,7 @@ class Changes:
 
     gone: set[Name] = field(default_factory=set)  # units' own parts, and blocks
     new: dict[Name, Unit] = field(default_factory=dict)
-    """Whole, as far as sizes tell; those that were not used for longest first."""
+    """Complete, judged by their sizes; the least recently used first."""
     used: list[Name] = field(default_factory=list)  # units
 
     def __bool__(self) -> bool:

@@ -73,8 +73,8 @@ class Layout:
         return Sizes(state, page, self.page_size, self.block, _FILE if in_files else 0)
 
     def fingerprint(self, model: str) -> str:
-        """What must be the same for one process to go on from a state that another one wrote: a release that computes
-        or reads weights differently never goes on from older states. `model`: a digest of its weights."""
+        """What must be equal for a process to continue from a state that another one wrote: a release that computes or
+        reads weights differently never continues from older states. `model`: a digest of its weights."""
         state = [(name, spec.shape, str(spec.dtype)) for name, spec in self.state.items()]
         kv = None if self.kv is None else (self.kv.shape, str(self.kv.dtype))
         text = repr((FORMAT, model, source_digest(STATE_PACKAGES), state, kv, self.page_size, self.block))
@@ -149,7 +149,7 @@ class Mover(StateSource):
         self._remove_gone()
 
     def _save(self, loop: Loop | None, disk: Disk, until: float) -> None:
-        """Writes what the device of a stopped loop holds to disk: the most valuable first, as far as there is time. The
+        """Writes what the device of a stopped loop holds to disk: the most valuable first, until time runs out. The
         last engine writes what is left in memory."""
         if loop is not None and loop.store is not None and loop.scheduler.index is not None:
             for entry in loop.scheduler.index.by_worth():

@@ -202,7 +202,7 @@ class Disk:
     def _put(self, unit: Unit, names: Sequence[Name], parts: Mapping[Name, Part]) -> str:
         """Why it could not be written; "" if it was."""
         if time.monotonic() < self._pause_until:
-            return "the disk has refused a file lately"
+            return "a recent write to the disk failed"
         try:
             until = time.monotonic() + PATIENCE
             arrays = {name: parts[name].result(max(0.0, until - time.monotonic())) for name in names}

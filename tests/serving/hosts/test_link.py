@@ -3,6 +3,7 @@
 import socket
 import struct
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -28,24 +29,17 @@ def pair():
 
 def greet(pair, key, other_key, host=3):
     """What both sides get, or what is raised."""
-    found = {}
 
-    def follower():
+    def end(link, authenticate, *given):
         try:
-            found["follower"] = pair[0].authenticate_to_leader(key, host)
+            return authenticate(link, *given)
         except LinkError as error:
-            found["follower"] = error
-            pair[0].close()
+            link.close()
+            return error
 
-    thread = threading.Thread(target=follower, daemon=True)
-    thread.start()
-    try:
-        found["leader"] = pair[1].authenticate_follower(other_key)
-    except LinkError as error:
-        found["leader"] = error
-        pair[1].close()
-    thread.join(60)
-    return found
+    with ThreadPoolExecutor(1) as pool:
+        follower = pool.submit(end, pair[0], Link.authenticate_to_leader, key, host)
+        return {"leader": end(pair[1], Link.authenticate_follower, other_key), "follower": follower.result(60)}
 
 
 def test_both_know_the_key(pair):

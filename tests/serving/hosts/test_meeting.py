@@ -7,6 +7,7 @@ import queue
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import pytest
@@ -40,28 +41,21 @@ def invitations(monkeypatch):
 
 
 class Hosts:
-    """Hosts that meet, each in a thread; `results` are groups or lines."""
+    """Hosts that meet, each in a thread; they end with groups or lines."""
 
     def __init__(self, numbers, *, seconds=20, facts=None):
-        self.results, self.threads = {}, []
-        for place, number in enumerate(numbers):
-            thread = threading.Thread(
-                target=self.meet, args=(place, number, seconds, (facts or {}).get(number, FACTS)), daemon=True
-            )
-            thread.start()
-            self.threads.append(thread)
+        pool, facts = ThreadPoolExecutor(len(numbers)), facts or {}
+        self.ends = [pool.submit(self.meet, number, seconds, facts.get(number, FACTS)) for number in numbers]
 
-    def meet(self, place, number, seconds, facts):
+    def meet(self, number, seconds, facts):
         settings = HostSettings.create(coordinator="127.0.0.1:1", num_hosts=9, host_id=number, meeting_timeout=seconds)
         try:
-            self.results[place] = meeting.connect_hosts(settings, facts, time.monotonic() + seconds)
+            return meeting.connect_hosts(settings, facts, time.monotonic() + seconds)
         except ConfigError as error:
-            self.results[place] = str(error)
+            return str(error)
 
     def wait(self):
-        for thread in self.threads:
-            thread.join(60)
-        found = [self.results[place] for place in range(len(self.threads))]
+        found = [end.result(60) for end in self.ends]
         for each in found:
             if not isinstance(each, str):
                 for link in each[1].values():
@@ -248,17 +242,12 @@ def test_a_second_process_does_not_reach_the_coordinator_of_a_group_that_runs(mo
 
 
 def test_the_roll_call_is_over_when_all_hosts_have_met():
-    results = queue.Queue()
+    port = free_port()
 
     def meet(number):
         settings = HostSettings.create(coordinator=f"127.0.0.1:{port}", num_hosts=3, host_id=number)
         with meeting.roll_call(settings, FACTS, time.monotonic() + 30):
-            results.put(number)
+            return number
 
-    port = free_port()
-    threads = [threading.Thread(target=meet, args=(number,), daemon=True) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert sorted(results.get(timeout=1) for _ in range(3)) == [0, 1, 2]
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(meet, range(3), timeout=60)) == [0, 1, 2]

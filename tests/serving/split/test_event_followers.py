@@ -8,7 +8,7 @@ import pytest
 from serving.core.cache.content import Chain, Scope
 from serving.core.tiers.journal import Directory, Journal, Resumable
 from serving.split.router import event_followers as following_module
-from tests.support.servers.fake_workers import PROMPT, B, Servers, run, state_of, until
+from tests.support.servers.fake_workers import PROMPT, B, Servers, followed, state_of, until
 
 pytestmark = pytest.mark.usefixtures("publish_soon")
 
@@ -17,12 +17,11 @@ def by_host(found) -> dict[str, tuple[int, str]]:
     return {worker.url[-1]: (state.position, min(state.tiers)) for worker, state in found.items()}
 
 
-def test_each_worker_is_known_by_what_it_holds_now():
+async def test_each_worker_is_known_by_what_it_holds_now():
     a, b = Journal(B), Journal(B)
     a.stored("device", state_of(PROMPT[:8]))
     b.stored("host", state_of(PROMPT[:5]))
-
-    async def test(fleet, following):
+    async with followed(Servers(a=a, b=b)) as (fleet, following):
         await until(lambda: by_host(following.find(PROMPT, None)) == {"a": (8, "device"), "b": (5, "host")})
         b.stored("disk", state_of(PROMPT))
         a.evicted("device", state_of(PROMPT[:8]).name)
@@ -30,14 +29,11 @@ def test_each_worker_is_known_by_what_it_holds_now():
         assert by_host(following.find(PROMPT[:7], None)) == {"b": (5, "host")}
         assert [following.has_stream(worker) for worker in fleet.decode] == [True, True, False]
 
-    run(Servers(a=a, b=b), test)
 
-
-def test_salt_and_weights_are_a_part_of_every_name():
+async def test_salt_and_weights_are_a_part_of_every_name():
     a = Journal(B)
     a.stored("device", state_of(PROMPT, "secret"))
-
-    async def test(fleet, following):
+    async with followed(Servers(a=a)) as (_, following):
         await until(lambda: following.find(PROMPT, "secret"))
         assert not following.find(PROMPT, None)
         assert not following.find(PROMPT, "other")
@@ -46,15 +42,12 @@ def test_salt_and_weights_are_a_part_of_every_name():
         a.stored("device", state_of(PROMPT[:8], "secret", weights=1))
         await until(lambda: by_host(following.find(PROMPT, "secret")) == {"a": (8, "device")})
 
-    run(Servers(a=a), test)
 
-
-def test_a_stream_that_ends_is_forgotten_and_begun_again():
+async def test_a_stream_that_ends_is_forgotten_and_begun_again():
     a = Journal(B)
     a.stored("device", state_of(PROMPT))
     servers = Servers(a=a)
-
-    async def test(fleet, following):
+    async with followed(servers) as (fleet, following):
         await until(lambda: following.find(PROMPT, None))
         servers.ending.add("a")
         await until(lambda: not following.has_stream(fleet.decode[0]))
@@ -64,8 +57,6 @@ def test_a_stream_that_ends_is_forgotten_and_begun_again():
         await until(lambda: following.find(PROMPT, None))
         fleet.follow(prefill=[], decode=["http://b"])
         await until(lambda: not following.find(PROMPT, None))
-
-    run(servers, test)
     assert servers.streams["a"] > 1
 
 
@@ -104,7 +95,7 @@ TAIL_OF = 'event: stored\ndata: {"tier": "device", "states": [["%s", "%s", 0, %s
     ],
     ids=lambda said: said[-60:].decode()[:30].strip(),
 )
-def test_a_worker_is_followed_again_after_malformed_events(said):
+async def test_a_worker_is_followed_again_after_malformed_events(said):
     """Once the worker says what it should, it is followed, whatever it said before."""
 
     async def talk():
@@ -113,14 +104,11 @@ def test_a_worker_is_followed_again_after_malformed_events(said):
 
     good = Journal(B)
     good.stored("device", state_of(PROMPT[:8]))
-
-    async def test(fleet, following):
+    servers = Servers(a=talk())
+    async with followed(servers) as (_, following):
         await until(lambda: "a" in servers.streams)
         servers.journals["a"] = good
         await until(lambda: by_host(following.find(PROMPT, None)) == {"a": (8, "device")})
-
-    servers = Servers(a=talk())
-    run(servers, test)
 
 
 def test_a_worker_that_contradicts_another_changes_nothing():
@@ -140,29 +128,24 @@ def test_a_worker_that_contradicts_another_changes_nothing():
             assert not list(directory.find(Chain(Scope(None), B), PROMPT))
 
 
-def test_more_states_than_a_worker_can_have_are_not_taken_in(monkeypatch):
+async def test_more_states_than_a_worker_can_have_are_not_taken_in(monkeypatch):
     monkeypatch.setattr(following_module, "MOST_STATES", 3)
     a = Journal(B)
     for length in range(1, 6):
         a.stored("device", state_of(PROMPT[:length]))
-
-    async def test(fleet, following):
+    servers = Servers(a=a)
+    async with followed(servers) as (fleet, following):
         await until(lambda: servers.streams.get("a", 0) > 1)
         assert following.states().get(fleet.decode[0].url, 0) <= 5
 
-    servers = Servers(a=a)
-    run(servers, test)
 
-
-def test_a_silent_stream_counts_as_broken(monkeypatch):
+async def test_a_silent_stream_counts_as_broken(monkeypatch):
     monkeypatch.setattr(following_module, "_SILENCE", 0.2)
 
     async def talk():
         yield HEAD
         await asyncio.sleep(60)
 
-    async def test(fleet, following):
+    async with followed(Servers(a=talk())) as (fleet, following):
         await until(lambda: following.has_stream(fleet.decode[0]))
         await until(lambda: not following.has_stream(fleet.decode[0]))
-
-    run(Servers(a=talk()), test)

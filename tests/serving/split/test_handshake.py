@@ -69,7 +69,7 @@ def test_a_mismatch_is_one_line_on_both_sides(url, fields, caplog):
     assert "\n" not in record.getMessage()
 
 
-def test_states_are_fetched_from_allowed_workers_only(url):
+async def test_states_are_fetched_from_allowed_workers_only(url):
     """The decode worker connects only to allowed workers, so that only these get the fleet's key."""
     heard = {"unknown": b"", "allowed": b""}
 
@@ -82,12 +82,13 @@ def test_states_are_fetched_from_allowed_workers_only(url):
         answer = await client.post("/split/expect", json=ticket.model_dump())
         return answer.status_code, answer.json()
 
-    async def run(unknown, allowed):
-        app = FastAPI()
-        errors.install(app)
+    app = FastAPI()
+    errors.install(app)
+    worker = SimpleNamespace(manifest=other(page_size=16), close=lambda: None)
+    side = SimpleNamespace(timeout=5.0, renew=None, worker=worker, accept=lambda peer, ticket: None)
+    with listener(partial(hear, "unknown")) as unknown, listener(partial(hear, "allowed")) as allowed:
+        unknown, allowed = (f"http://127.0.0.1:{port}" for port in (unknown, allowed))
         known = {"allowed": [url + "/", allowed], "keys": ["the fleet's"]}
-        worker = SimpleNamespace(manifest=other(page_size=16), close=lambda: None)
-        side = SimpleNamespace(timeout=5.0, renew=None, worker=worker, accept=lambda peer, ticket: None)
         app.include_router(worker_router(worker, decodes=side, **known))
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://decode") as client:
             status, body = await expect(client, unknown)
@@ -95,9 +96,6 @@ def test_states_are_fetched_from_allowed_workers_only(url):
             assert await expect(client, url) == (200, {"accepted": False})
             status, body = await expect(client, allowed)
             assert (status, body["error"]["code"]) == (503, "peer_unreachable")
-
-    with listener(partial(hear, "unknown")) as unknown, listener(partial(hear, "allowed")) as allowed:
-        asyncio.run(run(f"http://127.0.0.1:{unknown}", f"http://127.0.0.1:{allowed}"))
     assert not heard["unknown"]
     assert b"the fleet's" in heard["allowed"]
 
@@ -123,19 +121,13 @@ def test_an_unreachable_worker():
             asyncio.run(HttpPeer.connect(f"http://127.0.0.1:{bound.getsockname()[1]}", BASE))
 
 
-def test_a_worker_that_shuts_down_hands_out_the_states_that_it_holds():
+async def test_a_worker_that_shuts_down_hands_out_the_states_that_it_holds():
     """It computes and promises nothing new; decode workers still fetch what their requests wait for."""
     app = prefill_app()
     app.add_middleware(Limits, bounds=RequestBounds(log_requests=False), metrics=Metrics("worker"))
     app.state.ending = lambda: True
-
-    async def codes():
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://prefill") as client:
-            for path, body in (("offer", WANT.model_dump()), ("share", {"tokens": [1]})):
-                answer = await client.post(f"/split/{path}", json=body)
-                yield answer.json()["error"]["code"]
-
-    async def run():
-        return [code async for code in codes()]
-
-    assert asyncio.run(run()) == ["state_gone", "shutting_down"]
+    messages = ("offer", WANT.model_dump(), "state_gone"), ("share", {"tokens": [1]}, "shutting_down")
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://prefill") as client:
+        for path, body, code in messages:
+            answer = await client.post(f"/split/{path}", json=body)
+            assert answer.json()["error"]["code"] == code

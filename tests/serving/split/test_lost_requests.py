@@ -121,17 +121,11 @@ async def test_a_silent_stream_of_a_worker_that_is_down_ends():
         await asyncio.wait_for(waiting, 30)
 
 
-def test_a_connection_lost_by_a_health_check_is_one_missed_check():
+async def test_a_connection_lost_by_a_health_check_is_one_missed_check():
     over = relay(Workers(d1={"/ready": CUT}), decode=("d1",))
-
-    async def run():
-        found = []
-        for _ in range(3):
-            await over.fleet._check_health(over.fleet.decode[0])
-            found.append(over.fleet.decode[0].up)
-        return found
-
-    assert asyncio.run(run()) == [True, True, False]
+    for up in (True, True, False):
+        await over.fleet._check_health(over.fleet.decode[0])
+        assert over.fleet.decode[0].up == up
 
 
 @pytest.mark.parametrize(
@@ -178,14 +172,11 @@ KEYS, TRACING = ("authorization", "x-api-key"), ("x-request-id", "traceparent", 
         (b"k" * 9000, ""),
     ],
 )
-def test_headers_are_forwarded_trimmed_and_bounded(monkeypatch, name, value, forwarded):
+async def test_headers_are_forwarded_trimmed_and_bounded(monkeypatch, name, value, forwarded):
     """Bytes that a client refuses to send are refused in keys, and left out elsewhere."""
     workers = Workers()
-
-    async def post():
-        async with fake_workers.front(monkeypatch, workers) as client:
-            return (await client.post("/v1/completions", json=BODY, headers=[(name.encode(), value)])).status_code
-
+    async with fake_workers.front(monkeypatch, workers) as client:
+        answer = await client.post("/v1/completions", json=BODY, headers=[(name.encode(), value)])
     expected = 431 if forwarded == "" else 400 if forwarded is None and name in KEYS else 200
-    assert asyncio.run(post()) == expected
+    assert answer.status_code == expected
     assert [request.headers.get(name) for request in workers.requests] == ([forwarded] if expected == 200 else [])

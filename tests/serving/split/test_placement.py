@@ -13,7 +13,7 @@ from serving.split.router.app import RelayCollector
 from serving.split.router.placement import ClientRequest, Placement, PromptMatch
 from serving.split.router.relay import Relay, RelayStats
 from serving.split.router.workers import choose
-from tests.support.servers.fake_workers import PROMPT, B, Servers, fleet_of, run, state_of, until
+from tests.support.servers.fake_workers import PROMPT, B, Servers, all_of, fleet_of, followed, state_of, until
 
 pytestmark = pytest.mark.usefixtures("publish_soon")
 
@@ -117,33 +117,23 @@ def test_what_is_saved_is_counted_against_the_choice_by_text():
     assert lines["mamba_jax_router_saved_tokens_total"] == 13
 
 
-def ask(relay, body):
-    async def answer():
-        got = await relay.answer(ClientRequest("completions", json.dumps(body).encode(), body, {}))
-        return json.loads(b"".join([piece async for piece in got.body]))["from"]
-
-    return answer()
-
-
-def routed(body, text="some text", decode=("a", "b"), tokens=None):
+async def routed(body, text="some text", decode=("a", "b"), tokens=None):
     """A request to a router, of whose workers the first has a state of `text`: the chosen one, counters, and what
     workers were asked."""
     servers = Servers(**{name: Journal(B) for name in decode})
     servers.journals["a"].stored("device", state_of(PROMPT if text is None else [ord(each) for each in text]))
-    servers.tokens, found = tokens, []
-
-    async def test(fleet, following):
+    servers.tokens = tokens
+    async with followed(servers, decode) as (fleet, following):
         relay = Relay(fleet, following)
         await until(lambda: following.knows_any)
         async with asyncio.timeout(5):
-            found[:] = await ask(relay, body), relay.placement.stats, servers.asked
-
-    run(servers, test, decode=decode)
-    return found
+            answer = await relay.answer(ClientRequest("completions", json.dumps(body).encode(), body, {}))
+            chosen = json.loads(b"".join(await all_of(answer.body)))["from"]
+    return chosen, relay.placement.stats, servers.asked
 
 
 @pytest.mark.parametrize("trouble", ["refused", "late", "endless", "nonsense"])
-def test_text_decides_if_no_worker_tokenizes_the_prompt(trouble, monkeypatch):
+async def test_text_decides_if_no_worker_tokenizes_the_prompt(trouble, monkeypatch):
     monkeypatch.setattr("serving.split.router.placement._PATIENCE", 0.3)
     monkeypatch.setattr("serving.split.router.placement._LONGEST", 1000)
 
@@ -153,18 +143,18 @@ def test_text_decides_if_no_worker_tokenizes_the_prompt(trouble, monkeypatch):
         content = {"refused": b"{}", "endless": b"1" * 2000, "nonsense": b'{"tokens": "?"}'}[trouble]
         return httpx.Response(400 if trouble == "refused" else 200, content=content)
 
-    chosen, stats, _ = routed({"prompt": "some text"}, tokens=tokens)
+    chosen, stats, _ = await routed({"prompt": "some text"}, tokens=tokens)
     assert chosen == choose(fleet_of(Servers(), decode=("a", "b")).decode, b"some text", slack=4).url[-1]
     assert stats.untold == 1
 
 
 @pytest.mark.parametrize("body", [{"prompt": [1 << 70]}, {"prompt": [-1]}, {"prompt": PROMPT, "cache_salt": 5}])
-def test_what_cannot_be_a_prompt_is_left_to_a_worker(body):
+async def test_what_cannot_be_a_prompt_is_left_to_a_worker(body):
     """It has no name, and a worker says best what is wrong with it."""
-    _, stats, _ = routed(body, text=None)
+    _, stats, _ = await routed(body, text=None)
     assert (stats.by_text, stats.untold) == (1, 1)
 
 
-def test_no_worker_is_asked_if_there_is_no_choice():
-    _, _, requests = routed({"prompt": "some text"}, decode=("a",))
+async def test_no_worker_is_asked_if_there_is_no_choice():
+    _, _, requests = await routed({"prompt": "some text"}, decode=("a",))
     assert ("a", "/internal/tokens") not in requests

@@ -67,9 +67,9 @@ def start(demo):
 
 
 class Front:
-    """A router in a thread."""
+    """A router in a thread, until `stack` is left."""
 
-    def __init__(self, servers, prefill=(), **settings) -> None:
+    def __init__(self, stack, servers, prefill=(), **settings) -> None:
         urls = {"decode": servers, "prefill": prefill}
         chosen = RouterSettings.create(
             **{role: tuple(server.url for server in these) for role, these in urls.items()},
@@ -79,8 +79,7 @@ class Front:
         )
         app = create_router(chosen)
         self.relay = app.state.relay
-        self.running = running(app, chosen, leave=self.relay.leave)
-        _, self.url = self.running.__enter__()
+        _, self.url = stack.enter_context(running(app, chosen, leave=self.relay.leave))
 
     def post(self, path, **body) -> dict:
         answer = httpx.post(self.url + path, json={"model": "demo", "max_tokens": 4} | body, timeout=60)
@@ -104,13 +103,7 @@ class Front:
 @pytest.fixture
 def front():
     with contextlib.ExitStack() as stack:
-
-        def make(*servers, **settings):
-            made = Front(servers, **settings)
-            stack.push(made.running)
-            return made
-
-        yield make
+        yield lambda *servers, **settings: Front(stack, servers, **settings)
 
 
 def messages(lines):

@@ -1,8 +1,8 @@
 """One decode worker goes on from a state that another one happens to hold."""
 
-import asyncio
 import json
 import time
+from unittest import mock
 
 import httpx
 import pytest
@@ -137,38 +137,29 @@ def sharing(share=_shared, **more):
     return Workers(a=answers, b=answers)
 
 
-def answered(workers, busy=9, states=((30, "device"), None), weights=(0, 0), more=None, **settings):
+async def answered(workers, busy=9, states=((30, "device"), None), weights=(0, 0), more=None, **settings):
     """A request where `a` has a deep state and is busy, and `b` has none; seconds that it took."""
-    chosen = {"share_above": 16, "share_timeout": 0.3} | settings
-
-    async def run():
-        fleet = fleet_of(workers, ("a", "b"), **chosen)
-        following = EventFollowers(fleet)
-        for each, count in zip(fleet.decode, weights, strict=True):
-            following._streams[each] = Stream(each, None, count, "same")
-        relay = Relay(fleet, following)
-        known = {
-            each: Resumable(0, state[0], frozenset([state[1]]))
-            for each, state in zip(fleet.decode, states, strict=True) if state is not None
-        }  # fmt: skip
-
-        async def look(*_):
-            return PromptMatch(known, len(PROMPT), Tokens(tokens=PROMPT))
-
-        relay.placement.look = look
-        fleet.decode[0].load = busy
-        body = {"prompt": PROMPT} | (more or {})
-        begin = time.monotonic()
-        answer = await relay.answer(asked("completions", body))
-        content = b"".join(await all_of(answer.body))
-        return json.loads(content)["from"], relay.stats, time.monotonic() - begin
-
-    return asyncio.run(run())
+    fleet = fleet_of(workers, ("a", "b"), **{"share_above": 16, "share_timeout": 0.3} | settings)
+    following = EventFollowers(fleet)
+    for each, count in zip(fleet.decode, weights, strict=True):
+        following._streams[each] = Stream(each, None, count, "same")
+    relay = Relay(fleet, following)
+    known = {
+        each: Resumable(0, state[0], frozenset([state[1]]))
+        for each, state in zip(fleet.decode, states, strict=True) if state is not None
+    }  # fmt: skip
+    match = PromptMatch(known, len(PROMPT), Tokens(tokens=PROMPT))
+    relay.placement.look = mock.AsyncMock(return_value=match)
+    fleet.decode[0].load = busy
+    begin = time.monotonic()
+    answer = await relay.answer(asked("completions", {"prompt": PROMPT} | (more or {})))
+    content = b"".join(await all_of(answer.body))
+    return json.loads(content)["from"], relay.stats, time.monotonic() - begin
 
 
-def test_a_busy_workers_state_is_fetched_by_another():
+async def test_a_busy_workers_state_is_fetched_by_another():
     workers = sharing()
-    host, stats, _ = answered(workers)
+    host, stats, _ = await answered(workers)
     assert workers.asked == [("a", "/split/share"), ("b", "/split/expect"), ("b", "/v1/completions")]
     share, expect = (json.loads(request.content) for request in workers.requests[:2])
     assert share["beyond"] == 0
@@ -181,9 +172,9 @@ def test_a_busy_workers_state_is_fetched_by_another():
     {"states": ((30, "device"), (20, "device"))}, {"weights": (0, 1)}, {"weights": (1, 1)},
     {"more": {"prompt_logprobs": 1}},
 ])  # fmt: skip
-def test_no_worker_is_asked_for_a_useless_state(what):
+async def test_no_worker_is_asked_for_a_useless_state(what):
     workers = sharing()
-    answered(workers, **what)
+    await answered(workers, **what)
     assert not workers.paths("/split/share")
 
 
@@ -197,9 +188,9 @@ DEARER = httpx.Response(200, json={"accepted": False})
     ({"expect": DEARER}, True), ({"expect": MISMATCH}, True), ({"expect": slow(60)}, True),
 ])  # fmt: skip
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_whatever_goes_wrong_the_worker_computes(answers, released, policy):
+async def test_whatever_goes_wrong_the_worker_computes(answers, released, policy):
     workers = sharing(**answers)
-    host, stats, seconds = answered(workers, on_failure=policy)
+    host, stats, seconds = await answered(workers, on_failure=policy)
     assert (host, stats.shared, stats.alone) == ("b", 0, 1)
     assert seconds < 5
     assert (("a", "/split/release") in workers.asked) == released

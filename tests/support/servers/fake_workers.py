@@ -1,6 +1,7 @@
 """Workers behind a router that exist only as answers of an HTTP client, and a router's view of their states."""
 
 import asyncio
+import contextlib
 import json
 
 import httpx
@@ -149,17 +150,14 @@ async def until(condition, seconds=10.0):
             await asyncio.sleep(0.01)
 
 
-def run(servers, test, decode=("a", "b", "c"), **options):
-    """`test(fleet, following)` while all streams are followed."""
-
-    async def all_of_it():
-        fleet = fleet_of(servers, decode, **options)
-        following = EventFollowers(fleet)
-        task = asyncio.create_task(following.follow(0.05))
-        try:
-            await test(fleet, following)
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    asyncio.run(all_of_it())
+@contextlib.asynccontextmanager
+async def followed(servers, decode=("a", "b", "c"), **options):
+    """A fleet, and its streams, all of which are followed in the context."""
+    fleet = fleet_of(servers, decode, **options)
+    following = EventFollowers(fleet)
+    task = asyncio.create_task(following.follow(0.05))
+    try:
+        yield fleet, following
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
