@@ -30,7 +30,7 @@ from tests.extending.average import reference
 from tests.extending.family import FAMILY
 from tests.extending.mixer import AVERAGE
 from tests.support.engines.engines import QUICK_COMPILE, Continuation, finish
-from tests.support.fleets.direct_transport import DirectTransport
+from tests.support.fleets.split_pair import DirectTransport
 
 families.register(FAMILY)
 

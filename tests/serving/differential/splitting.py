@@ -20,9 +20,8 @@ from serving.split.wire import Handoff, Offer, SplitError, StateRequest
 from serving.split.worker import Worker
 from serving.state_transfer import source
 from serving.state_transfer.programs import Arrangement, PointPrograms
-from tests.support.engines.delayed_executor import DelayedExecutor
 from tests.support.engines.shared_engines import FLAGS, MAX_LEN, TILE, SharedEngines
-from tests.support.fleets.direct_transport import DirectTransport
+from tests.support.fleets.split_pair import DelayedExecutor, DirectTransport
 
 _PATIENT = 20
 """Steps after which a prompt that finds no room over there takes it from states that were not fetched yet."""

@@ -6,7 +6,7 @@ import pytest
 @pytest.fixture(autouse=True)
 def _nothing_offered_before():
     """What a test leaves with the transport, a planted fault's for example, is not there for the next."""
-    from tests.support.fleets.direct_transport import DirectTransport
+    from tests.support.fleets.split_pair import DirectTransport
 
     DirectTransport("here").offered.clear()
 

@@ -10,9 +10,8 @@ from serving.core.cache.retention import Mark
 from serving.split.http.roles import prepare
 from serving.split.wire import SplitError
 from serving.state_transfer.programs import PointPrograms
-from tests.support.engines.delayed_executor import DelayedExecutor
 from tests.support.engines.engines import finish
-from tests.support.fleets.split_pair import GREEDY, B, Pair, assert_as_alone, tokens
+from tests.support.fleets.split_pair import GREEDY, B, DelayedExecutor, Pair, assert_as_alone, tokens
 
 PROMPT = tokens(1, 3 * B + 5)
 

@@ -3,6 +3,10 @@
 import dataclasses
 import functools
 import random
+from collections.abc import Sequence
+from typing import Any
+
+import jax
 
 from mamba_jax.drafts import BlockDrafts, MTPCache, MTPDrafts, NGramDrafts
 from mamba_jax.model import HybridModel
@@ -15,13 +19,13 @@ from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.steps.batching import PrefillShape
 from serving.split.decode_side import DecodeSide
 from serving.split.prefill_side import ONCE, PrefillSide, fed_tokens
+from serving.split.transports import TransportError
 from serving.split.wire import Ticket
 from serving.split.worker import Worker
 from serving.state_transfer.identity import model_digest
 from serving.state_transfer.programs import Arrangement, num_bytes
 from tests.support.engines.engines import Continuation, finish
 from tests.support.engines.step_programs import NoPrograms, shared_programs
-from tests.support.fleets.direct_transport import DirectTransport
 from tests.support.models.letter_tokens import EOS, letters
 from tests.support.models.random_models import long_memory_model
 from tests.support.models.tiny_configs import ENGINE_VOCAB, FOR_ENGINES
@@ -56,6 +60,52 @@ DRAFTS = {
     **{name: {"speculative_method": name, "num_speculative_tokens": 2} for name in DRAFTERS},
 }
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
+
+
+_SHARED: dict[str, dict[int, list[jax.Array]]] = {}
+
+
+class DirectTransport:
+    """Passes arrays without copying."""
+
+    def __init__(self, address: str = "here") -> None:
+        self.address = address
+        self.offered: dict[int, list[jax.Array]] = _SHARED.setdefault(address, {})
+
+    def offer(self, key: int, arrays: Sequence[jax.Array]) -> None:
+        self.offered[key] = list(arrays)
+
+    def drain(self, key: int, *, taken: bool = False) -> None:
+        self.offered.pop(key, None)
+
+    def fetch(self, address: str, key: int, specs: Sequence[jax.ShapeDtypeStruct], timeout: float) -> list[Any]:
+        arrays = _SHARED.get(address, {}).pop(key, None)
+        if arrays is None:
+            raise TransportError(f"no arrays under key {key} at {address!r}")
+        return arrays
+
+    def close(self) -> None:
+        _SHARED.pop(self.address, None)
+
+
+class DelayedExecutor:
+    """Does some of its work whenever it is asked to, in any order."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng, self.jobs = rng, []
+
+    def submit(self, function, *arguments) -> None:
+        self.jobs.append((function, arguments))
+
+    def run(self, share: float = 1.0) -> None:
+        """Each job is done with this probability."""
+        self.rng.shuffle(self.jobs)
+        now, later = [], []
+        for job in self.jobs:
+            (now if self.rng.random() < share else later).append(job)
+        self.jobs = later
+        for function, arguments in now:
+            function(*arguments)
 
 
 def model(seed: int = 3, source: str = "none") -> HybridModel:
