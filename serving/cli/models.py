@@ -173,7 +173,6 @@ def plan(
             f"{of_members}tensor_parallel_size {flags['tensor_parallel_size']}: {topology} has {machine.count} "
             "device(s), and a plan uses all of them"
         )
-    config = config.model_copy(update={"tensor_parallel_size": shards})
     with errors.status("planning") as status:
         made = make_plan(
             config, machine, compile=not analysis, full=full, context=context, progress=lambda text: status.update(text)
@@ -197,10 +196,8 @@ def smallest_machines(config: EngineConfig, context: int | None) -> tuple[list[C
     for machines in families():
         why = ""
         for machine in machines:
-            shards = machine.count // config.context_parallel_size
-            sized = config.model_copy(update={"tensor_parallel_size": shards})
             try:
-                made = make_plan(sized, machine, compile=False, context=context)
+                made = make_plan(config, machine, compile=False, context=context)
             except ConfigError as error:
                 why = str(error)
                 continue
