@@ -15,7 +15,7 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        fields = "".join(f" {name}={value}" for name, value in _fields(record).items())
+        fields = "".join(f" {name}={value}" for name, value in getattr(record, "fields", {}).items())
         line = f"{clock} {record.levelname:<7} {_escaped(record.getMessage() + fields)}"
         if record.exc_info is None:
             return line
@@ -31,7 +31,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
-            **_fields(record),
+            **getattr(record, "fields", {}),
         }
         if record.exc_info is not None:
             entry["exception"] = self.formatException(record.exc_info)
@@ -54,8 +54,3 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 def _escaped(text: str) -> str:
     """Returns `text` on one line, with control characters escaped, because paths and names come from clients."""
     return _CONTROL.sub(lambda control: control[0].encode("unicode_escape").decode(), text)
-
-
-def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    fields: dict[str, Any] = getattr(record, "fields", {})
-    return fields

@@ -67,8 +67,8 @@ class Metrics:
         self.answers = Counter(PREFIX + "http_requests", text, ["path", "status"], registry=self.registry)
         text = "HTTP requests being answered."
         self.in_flight = Gauge(PREFIX + "http_requests_in_flight", text, registry=self.registry)
-        self._engine = _EngineCollector(model)
-        self.registry.register(self._engine)
+        self._model, self._stats = model, dict[str, Any]()
+        self.registry.register(self)
         self._aliases: CollectorRegistry | None = None
         if vllm_names:
             self._aliases = CollectorRegistry(auto_describe=False)
@@ -119,11 +119,22 @@ class Metrics:
 
     def exposition(self, stats: Mapping[str, Any]) -> tuple[bytes, str]:
         """Returns all metrics in Prometheus's text form, with its content type; `stats` are `Engine.stats()`."""
-        self._engine.stats = stats
+        self._stats = dict(stats)
         text = generate_latest(self.registry)
         if self._aliases is not None:
             text += generate_latest(self._aliases)
         return text, CONTENT_TYPE_LATEST
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields the engine's counters; the registry calls this. With several replicas, each has its own under the
+        label `engine`."""
+        families = Families()
+        families.gauge("model_info", "The served model.", {(("model", self._model),): 1})
+        if self._stats:
+            add_tiers(families, self._stats.get("tiers", {}))  # all engines share their contents
+            for number, stats in enumerate(self._stats.get("engines", [self._stats])):
+                _add_engine(families, stats, (("engine", str(number)),) if "engines" in self._stats else ())
+        yield from families.metrics()
 
 
 class Families:
@@ -161,25 +172,6 @@ class Families:
             for labels, value in values.items():
                 family.add_metric([text for _, text in labels], float(value))
             yield family
-
-
-class _EngineCollector:
-    """The engine's counters as metrics. With several replicas, each has its own under the label `engine`."""
-
-    def __init__(self, model: str) -> None:
-        self.stats: Mapping[str, Any] = {}
-        self._model = model
-
-    def collect(self) -> Iterator[Metric]:
-        """Yields the metrics; the registry calls this."""
-        families = Families()
-        families.gauge("model_info", "The served model.", {(("model", self._model),): 1})
-        if self.stats:
-            add_tiers(families, self.stats.get("tiers", {}))  # all engines share their contents
-            engines = self.stats.get("engines", [self.stats])
-            for number, stats in enumerate(engines):
-                _add_engine(families, stats, (("engine", str(number)),) if "engines" in self.stats else ())
-        yield from families.metrics()
 
 
 def _add_engine(families: Families, stats: Mapping[str, Any], labels: Labels) -> None:

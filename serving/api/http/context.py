@@ -59,19 +59,26 @@ class ResponseStore:
         with self._lock:
             self.stored.put(response_id, stored, stored.owner, size)
 
-    def get(self, response_id: str, key: str | None) -> StoredResponse | None:
-        """Returns the response with this id, if it was created with this key and is still stored."""
+    def find(self, response_id: str, key: str | None, param: str = "response_id") -> StoredResponse:
+        """Returns the response with this id, if it was created with this key and is still stored.
+
+        Raises:
+            ApiError: 404 otherwise; `param` is the field with the id.
+        """
         with self._lock:
             stored = self.stored.get(response_id)
-        return stored if stored is not None and stored.owner == owner_of(key) else None
+        if stored is None or stored.owner != owner_of(key):
+            raise ApiError(
+                404, f"there is no stored response {response_id[:64]!r}: responses are stored in memory, within "
+                "limits, until the server ends", param=param, code="response_not_found",
+            )  # fmt: skip
+        return stored
 
-    def delete(self, response_id: str, key: str | None) -> bool:
-        """Deletes a response. Returns False if `get` finds no such response."""
-        if self.get(response_id, key) is None:
-            return False
+    def delete(self, response_id: str, key: str | None) -> None:
+        """Deletes the response that `find` returns."""
+        self.find(response_id, key)
         with self._lock:
             self.stored.pop(response_id)
-        return True
 
 
 def owner_of(key: str | None) -> bytes:

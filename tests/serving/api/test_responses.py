@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from checkpoints.tokenizer import load_tokenizer
 from serving.api.http.apis.responses import ResponseWriter, as_chat
 from serving.api.http.context import ResponseContext, ResponseStore, StoredResponse, owner_of
+from serving.api.http.errors import ApiError
 from serving.api.http.generation import ChoiceDelta
 from serving.api.http.logprobs import TextLogprobs
 from serving.api.http.protocol.responses import ResponsesRequest
@@ -33,7 +34,7 @@ def test_fields_of_a_chat():
     chat = as_chat(body, None)
     assert chat.tool_choice.function.name == "look"
     assert chat.tools[0].function.name == "look"
-    assert chat.response_format.json_schema.schema_ == {}
+    assert chat.response_format.schema_ == {}
     assert (chat.top_k, chat.reasoning.effort) == (3, "low")
     assert "user" not in chat.model_extra
 
@@ -145,12 +146,12 @@ def test_what_is_kept_is_bounded_for_each_key():
         for key, size in (("theirs", 1), ("mine", 1_500)):
             kept = StoredResponse([{"role": "user", "content": "x" * size}], b"{}", owner_of(key))
             store.put(f"{key} {min(i, 1) if key == 'theirs' else i}", kept)
-    assert store.get("theirs 0", "theirs") is not None
-    assert store.get("theirs 0", "mine") is None
-    assert [bool(store.get(f"mine {i}", "mine")) for i in (0, 49)] == [False, True]
+    assert store.find("theirs 0", "theirs")
     assert (len(store.stored) <= 6, store.stored.num_bytes <= 10_000) == (True, True)
-    assert store.delete("mine 49", "mine")
-    assert not store.delete("theirs 0", "mine")
+    store.delete("mine 49", "mine")
+    for name in ("theirs 0", "mine 0", "mine 49"):
+        with pytest.raises(ApiError, match="no stored response"):
+            store.delete(name, "mine")
 
 
 LOOK_UP = '<tool_call>\n{"name": "look", "arguments": {"deep": true}}\n</tool_call>'

@@ -11,7 +11,7 @@ from serving.api.http.apis.inputs import template_options
 from serving.api.http.context import ResponseContext
 from serving.api.http.generation import whole
 from serving.api.http.parsing.answer import AnswerReader
-from serving.api.http.parsing.formats import THINK, ReasoningCount, opening_of, reasoning_marks
+from serving.api.http.parsing.formats import THINK, opening_of, reasoning_counter, reasoning_marks
 from serving.api.http.protocol.chat import ChatRequest
 from serving.api.http.text import TextCodec
 from serving.engine.requests.output import CompletionOutput, RequestOutput
@@ -146,15 +146,14 @@ def test_what_a_template_and_a_prompt_say():
 def test_tokens_of_reasoning_are_counted():
     tokenizer = tokenizer_with(*THINK, template=TEMPLATE)
     begin, end = (tokenizer.token_to_id(mark) for mark in THINK)
-    count = ReasoningCount.of(tokenizer, THINK, begun=False)
+    count = reasoning_counter(tokenizer, THINK, begun=False)
     assert count([begin, 5, 6, end, 7]) == 4
     assert count([5, 6, end, 7]) == 0
     assert count([begin, 5]) == 2
-    assert ReasoningCount(begin, end, True)([5, end, 7]) == 2
-    assert ReasoningCount(begin, end, True, until=6)([5, 6, end, 6]) == 1
-    assert ReasoningCount(begin, end, True, until=6)([5, end, 6]) == 2
-    assert ReasoningCount.of(tokenizer, THINK, begun=True, until="<think>").until == begin
-    assert ReasoningCount.of(load_tokenizer("demo"), THINK, begun=True) is None
+    assert reasoning_counter(tokenizer, THINK, begun=True)([5, end, 7]) == 2
+    count = reasoning_counter(tokenizer, THINK, begun=True, until="<think>")
+    assert (count([5, begin, end, begin]), count([5, end, begin])) == (1, 2)
+    assert reasoning_counter(load_tokenizer("demo"), THINK, begun=True) is None
 
 
 def test_a_written_answer_with_reasoning_and_a_call():

@@ -17,7 +17,7 @@ from serving.api.http.errors import ApiError
 from serving.api.http.generation import Job, UsageCounter
 from serving.api.http.json_values import parse_written
 from serving.api.http.parsing.answer import AnswerReader
-from serving.api.http.parsing.formats import FORMATS, ReasoningCount, opening_of
+from serving.api.http.parsing.formats import FORMATS, opening_of, reasoning_counter
 from serving.api.http.parsing.grammars import calls_grammar, enforceable, structural_grammar
 from serving.api.http.protocol.chat import AllowedTools, ChatRequest, NamedTool, Tool, ToolChoices
 from serving.api.http.protocol.common import CUSTOM_INPUT, OF_GRAMMAR, GenerationRequest
@@ -310,7 +310,7 @@ class ChatTurn:
                     reasoning = Reasoning(*marks, begun=begun, budget=request.thinking_budget)
                     params = replace(params, reasoning=reasoning)
                 until = style.begin if style is not None and style.ends_reasoning else None
-                count = ReasoningCount.of(codec.tokenizer, marks, begun=begun, until=until)
+                count = reasoning_counter(codec.tokenizer, marks, begun=begun, until=until)
             marks = None if ended else marks
         digests = message_digests([*map(plain_message, messages_of(request, context.omitted))], request.tools)
         asked = EngineRequest(

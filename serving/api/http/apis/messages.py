@@ -42,10 +42,9 @@ def as_chat(body: protocol.Conversation) -> ChatRequest:
     shown = {"name", "description", "input_schema"}
     fields["tools"] = [tool.model_dump(include=shown) for tool in body.tools or ()] or None
     if body.tool_choice is not None:
-        fields["tool_choice"] = {"name": ""} | body.tool_choice.model_dump(exclude_none=True)
-        fields["parallel_tool_calls"] = not body.tool_choice.disable_parallel_tool_use
-    if body.thinking is not None:
-        fields["thinking"] = body.thinking.model_dump()
+        fields["tool_choice"] = {"name": "", **body.tool_choice}
+        fields["parallel_tool_calls"] = not body.tool_choice.get("disable_parallel_tool_use")
+    fields["thinking"] = body.thinking
     if body.output_config is not None and body.output_config.effort is not None:
         fields["reasoning_effort"] = body.output_config.effort
     if isinstance(body, MessagesRequest):
@@ -53,9 +52,7 @@ def as_chat(body: protocol.Conversation) -> ChatRequest:
         fields |= {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
         form = (body.output_config and body.output_config.format) or body.output_format
         if form is not None:
-            fields["response_format"] = {
-                "type": "json_schema", "json_schema": {"name": "output", "schema": form.schema_}
-            }  # fmt: skip
+            fields["response_format"] = {"type": form.type, "schema": form.schema_}
     return validated(ChatRequest, {name: value for name, value in fields.items() if value is not None})
 
 

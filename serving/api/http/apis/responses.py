@@ -66,14 +66,11 @@ def as_chat(body: ResponsesRequest, conversation: Conversation) -> ChatRequest:
     flat = isinstance(choice, dict) and choice.get("type") == "allowed_tools" and "allowed_tools" not in choice
     fields["tool_choice"] = {"type": "allowed_tools", "allowed_tools": choice} if flat else choice
     form = body.text.format
-    if form.type == "json_schema":
-        fields["response_format"] = {"type": form.type, "json_schema": {"name": form.name, "schema": form.schema_}}
-    elif form.type == "json_object":
-        fields["response_format"] = {"type": form.type}
+    if form.type != "text":
+        fields["response_format"] = {"type": form.type, "schema": form.schema_}
     if body.wants_logprobs:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
-    if body.reasoning is not None:
-        fields["reasoning"] = body.reasoning.model_dump(exclude={"summary"})
+    fields["reasoning"] = body.reasoning
     return validated(ChatRequest, {name: value for name, value in fields.items() if value is not None})
 
 

@@ -10,8 +10,7 @@ from starlette.responses import Response
 from serving.api.http.apis.responses import Conversation
 from serving.api.http.connection.keys import sent_key
 from serving.api.http.connection.streaming import answer
-from serving.api.http.context import ResponseContext, ResponseStore, StoredResponse, context_of
-from serving.api.http.errors import ApiError
+from serving.api.http.context import ResponseContext, context_of
 from serving.api.http.protocol.responses import DeletedResponse, InputItems, ResponseObject
 
 router = APIRouter(tags=["OpenAI"])
@@ -20,7 +19,8 @@ router = APIRouter(tags=["OpenAI"])
 @router.get("/v1/responses/{response_id}", response_model=ResponseObject)
 async def get_response(response_id: str, request: Request) -> Response:
     """A stored response."""
-    return Response(_stored_for(request, response_id).response, media_type="application/json")
+    stored = context_of(request).store.find(response_id, sent_key(request.headers))
+    return Response(stored.response, media_type="application/json")
 
 
 @router.get("/v1/responses/{response_id}/input_items", response_model=InputItems)
@@ -32,9 +32,10 @@ async def list_input_items(
     order: Literal["asc", "desc"] = "desc",
 ) -> Response:
     """The input of a stored response, `limit` items at a time."""
+    stored = context_of(request).store.find(response_id, sent_key(request.headers))
     items = [
         item if isinstance(item.get("id"), str) else {**item, "id": f"in_{place}_{response_id}"}
-        for place, item in enumerate(_stored_for(request, response_id).items)
+        for place, item in enumerate(stored.items)
     ]
     items = items[:: 1 if order == "asc" else -1]
     begin = next((place for place, item in enumerate(items, 1) if item["id"] == after), 0)
@@ -46,24 +47,10 @@ async def list_input_items(
 @router.delete("/v1/responses/{response_id}", response_model=DeletedResponse)
 async def delete_response(response_id: str, request: Request) -> Response:
     """Delete a stored response."""
-    _stored_for(request, response_id)
     context_of(request).store.delete(response_id, sent_key(request.headers))
     return answer(DeletedResponse(id=response_id, object="response", deleted=True))
 
 
 def stored_conversation(context: ResponseContext) -> Conversation:
     """Returns a function that returns the conversations of the client's stored responses."""
-    return lambda response_id: _stored(context.store, response_id, context.key, "previous_response_id").messages
-
-
-def _stored_for(request: Request, response_id: str) -> StoredResponse:
-    return _stored(context_of(request).store, response_id, sent_key(request.headers), "response_id")
-
-
-def _stored(store: ResponseStore, response_id: str, key: str | None, param: str) -> StoredResponse:
-    if (stored := store.get(response_id, key)) is None:
-        raise ApiError(
-            404, f"there is no stored response {response_id[:64]!r}: responses are stored in memory, within limits, "
-            "until the server ends", param=param, code="response_not_found",
-        )  # fmt: skip
-    return stored
+    return lambda response_id: context.store.find(response_id, context.key, "previous_response_id").messages

@@ -110,9 +110,7 @@ async def open_writer(api: TextApi, context: ResponseContext, body: TextRequest)
     prompts, marks = await tokenized(context, request)
     # A writer decodes prompts that it echoes.
     writer = await context.codec.run(sum(map(len, prompts)), lambda: api.writer(context, body, request, prompts))
-    writer.job.request = replace(
-        writer.job.request, cache_marks=marks, return_experts=getattr(request, "return_token_ids", False)
-    )
+    writer.job.request = replace(writer.job.request, cache_marks=marks, return_experts=request.return_token_ids)
     writer.job.check_size(context.codec.max_model_len, context.vocab_size, context.expert_bytes)
     return writer
 

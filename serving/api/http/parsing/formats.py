@@ -6,7 +6,7 @@ docs/operations.md shows each format.
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -220,30 +220,18 @@ def opening_of(tokenizer: Tokenizer, prompt: list[int], marks: ReasoningMarks) -
     return text.endswith(marks.begin), text.endswith(marks.end)
 
 
-@dataclass(frozen=True)
-class ReasoningCount:
-    """Counts reasoning tokens, including the marks, if each mark is one token."""
+def reasoning_counter(
+    tokenizer: Tokenizer, marks: ReasoningMarks, *, begun: bool, until: str | None = None
+) -> Callable[[list[int]], int] | None:
+    """Returns a function that counts the tokens of a choice that belong to its reasoning, including the marks; None if
+    a mark is not one token. `until`: a text that also ends reasoning, and belongs to the answer."""
+    begin, end = (tokenizer.token_to_id(mark) for mark in marks)
+    last = None if until is None else tokenizer.token_to_id(until)
 
-    begin: int
-    end: int
-    begun: bool
-    until: int | None = None
-    """A token that also ends reasoning, and belongs to the answer."""
-
-    @classmethod
-    def of(
-        cls, tokenizer: Tokenizer, marks: ReasoningMarks, *, begun: bool, until: str | None = None
-    ) -> ReasoningCount | None:
-        """Returns a counter, or None if a mark is not one token. `until`: a text that also ends reasoning,
-        and belongs to the answer; None for none."""
-        begin, end = (tokenizer.token_to_id(mark) for mark in marks)
-        if begin is None or end is None:
-            return None
-        return cls(begin, end, begun, None if until is None else tokenizer.token_to_id(until))
-
-    def __call__(self, token_ids: list[int]) -> int:
-        """Returns the number of a choice's tokens that belong to its reasoning."""
-        if not self.begun and self.begin not in token_ids[:_FIRST]:
+    def count(token_ids: list[int]) -> int:
+        if not begun and begin not in token_ids[:_FIRST]:
             return 0
-        ends = [token_ids.index(token) + (token == self.end) for token in (self.end, self.until) if token in token_ids]
+        ends = [token_ids.index(token) + (token == end) for token in (end, last) if token in token_ids]
         return min(ends, default=len(token_ids))
+
+    return None if begin is None or end is None else count

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from serving.api.http.json_values import MAX_DEPTH, parse_written
+from serving.api.http.json_values import MAX_DEPTH, parse_written, well_formed
 from serving.api.http.parsing.text_cursor import TextCursor, TextEnds, Wait
 
 _PLAIN = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"[^'\"\\\x00-\x1f]+")}
@@ -37,8 +37,7 @@ _STRAY = re.compile(rf"{_MORE}(?:[;.|\]][\s}}\]]{{0,64}})?")
 _BARE = re.compile(r'[^\s{}\[\]",:<]+')
 _HEX = "[0-9a-fA-F]"
 _ESCAPE = re.compile(
-    rf"\\(?:u(?P<high>[dD][89abAB]{_HEX}{{2}})\\u(?P<low>[dD][c-fC-F]{_HEX}{{2}})|u(?P<u>{_HEX}{{4}})|x(?P<x>{_HEX}{{2}})"
-    rf"|U(?P<U>{_HEX}{{8}})|(?P<octal>[0-7]{{1,3}})|(?P<other>.))",
+    rf"\\(?:u[dD][89abAB]{_HEX}{{2}}\\u[dD][c-fC-F]{_HEX}{{2}}|u{_HEX}{{4}}|x{_HEX}{{2}}|U{_HEX}{{8}}|[0-3]?[0-7]{{1,2}}|.)",
     re.DOTALL,
 )
 """An escape in a Python string; a surrogate pair counts as one escape."""
@@ -141,7 +140,7 @@ class WrittenObject:
             return at + 1
         if _ESCAPE_PART.fullmatch(text, at) or (escape := _ESCAPE.match(text, at)) is None:
             return at
-        value, valid = unescaped(escape), _VALID_ESCAPE.match(escape[0])
+        value, valid = _unescaped(escape[0]), _VALID_ESCAPE.match(escape[0])
         if not (valid or self._python or value == quote):
             self._write("\\\\")
             return at + 1
@@ -300,19 +299,14 @@ def read_written(
         raise
 
 
-def unescaped(escape: re.Match[str]) -> str:
+def _unescaped(escape: str) -> str:
     """Returns the text that an escape represents; the escape itself if it is invalid."""
-    if escape["high"] is not None:
-        pair = f"{escape['high']}{escape['low']}"
-        return bytes.fromhex(pair).decode("utf-16-be")
-    if escape["octal"] is not None:
-        return chr(int(escape["octal"], 8))
-    if escape["other"] is not None:
-        return _LETTERS.get(escape["other"], escape[0])
-    number = int(escape["u"] or escape["x"] or escape["U"], 16)
-    if 0xD800 <= number <= 0xDFFF:  # half a surrogate pair
-        return "\N{REPLACEMENT CHARACTER}"
-    return chr(number) if number <= 0x10FFFF else escape[0]
+    if len(escape) == 2 and escape[1] not in "01234567":
+        return _LETTERS.get(escape[1], escape)
+    try:
+        return well_formed(escape.encode().decode("unicode_escape"))
+    except UnicodeDecodeError:  # beyond Unicode
+        return escape
 
 
 def _python_number(word: str) -> str | None:

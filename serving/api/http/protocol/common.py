@@ -137,19 +137,14 @@ class RequestModel(Options):
     def _convert(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
+        # Ignoring these fields would give other output than the client expects.
+        for name in _UNSUPPORTED.keys() & values.keys():
+            if not is_neutral(name, values[name]):
+                raise refusal(name, f"{name} is not supported: {_UNSUPPORTED[name]}")
         given = dict(values)
         if (budget := given.pop("thinking_budget", None)) is not None:  # Qwen's name
             given |= {"thinking_token_budget": budget} if given.get("thinking_token_budget") is None else {}
         return _with_functions(given)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, values: Any) -> Any:
-        # Ignoring these fields would give other output than the client expects.
-        for name in _UNSUPPORTED.keys() & (values.keys() if isinstance(values, dict) else ()):
-            if not is_neutral(name, values[name]):
-                raise refusal(name, f"{name} is not supported: {_UNSUPPORTED[name]}")
-        return values
 
 
 class StreamOptions(Options):
