@@ -167,7 +167,6 @@ def _run(
     """Runs the server until it is stopped. `group`: the hosts that this one leads."""
     from serving.api.http.app import make_server, startup_lines
     from serving.api.http.context import Context
-    from serving.api.traces import Traces
     from serving.hosts.host import Leader
     from serving.split.http.roles import role_of
 
@@ -183,11 +182,9 @@ def _run(
     def on_ready(_: Context) -> None:
         log.info("ready after %.1f s", time.monotonic() - begin)
 
-    # Create this before loading the model, because its package may be missing.
-    traces = Traces(settings.otlp_traces_endpoint, settings.served_model_name[0])
     server, context, built = make_server(
-        settings, config, listening, open_role=role_of(role, config, settings, listening), led=group is not None,
-        on_compiled=on_compiled, on_ready=on_ready, traces=traces,
+        settings, config, open_role=role_of(role, config, settings, listening), led=group is not None,
+        on_compiled=on_compiled, on_ready=on_ready,
     )  # fmt: skip
     for line in startup_lines(built, settings, f"{scheme}://{address}:{port}"):
         log.info(line)

@@ -16,7 +16,6 @@ import contextlib
 import hashlib
 import logging
 import re
-import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -172,24 +171,20 @@ class Role:
 def make_server(
     settings: ServerSettings,
     config: EngineConfig,
-    listening: socket.socket,
     *,
     open_role: Callable[[AssembledEngine], Role] | None = None,
     progress: bool = True,
-    traces: Traces | None = None,
     led: bool = False,
     on_compiled: Callable[[], None] | None = None,
     on_ready: Callable[[Context], None] | None = None,
 ) -> tuple[Server, Context, AssembledEngine]:
-    """Loads the model, which is returned with its engine. Run the returned server on `listening`; it then compiles.
+    """Loads the model, which is returned with its engine. Run the returned server on a bound socket; it then compiles.
 
     Args:
         settings: the server's settings.
         config: the engine's settings.
-        listening: the bound socket.
         open_role: creates the role of a worker of a fleet, before the engine runs.
         progress: show progress bars for loading and compiling if stderr is a terminal.
-        traces: exports spans; None for those of the settings.
         led: other hosts follow this one's steps; see `build_engine`.
         on_compiled: called on each engine's thread when its programs are compiled; requests wait until it returns.
         on_ready: called when the server accepts requests.
@@ -199,6 +194,8 @@ def make_server(
     """
     if settings.lora_modules and not config.adapter_flag:
         raise ConfigError("lora_modules needs enable_lora or max_initial_states")
+    # Created before the model is loaded, because its package may be missing.
+    traces = Traces(settings.otlp_traces_endpoint, settings.served_model_name[0])
     built = build_engine(config.model_copy(update={"warmup": False}), progress=progress, led=led)
     for name, path in settings.adapter_paths.items():
         try:

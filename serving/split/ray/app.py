@@ -157,7 +157,7 @@ class Replica:
         settings, config = resolve_settings({"log_requests": False} | chosen.engine_flags | flags, {"host": host})
         listening = socket.create_server((host, 0))
         opened = role_of(chosen, config, settings, listening)
-        self._server, self._context, _ = make_server(settings, config, listening, open_role=opened, progress=False)
+        self._server, self._context, _ = make_server(settings, config, open_role=opened, progress=False)
         self._worker = threading.Thread(target=self._server.run, kwargs={"sockets": [listening]}, daemon=True)
         self._worker.start()
         self._get = ray.get

@@ -13,7 +13,7 @@ from serving.api.http.apis.cache_marks import TOOLS, client_marks, marks_of, wit
 from serving.api.http.apis.inputs import ChatTurn, chat_content, messages_of
 from serving.api.http.context import ResponseContext
 from serving.api.http.errors import validated
-from serving.api.http.parsing.written_json import WrittenObject
+from serving.api.http.parsing.written_json import object_of
 from serving.api.http.protocol import messages as protocol
 from serving.api.http.protocol.chat import ChatRequest
 from serving.api.http.protocol.messages import MessagesRequest
@@ -168,15 +168,7 @@ def _block(block: Block) -> protocol.ContentBlock:
             return protocol.ThinkingBlock(thinking=block.text, signature=_signature(block.text) if block.text else "")
         case "text":
             return protocol.TextBlock(text=block.text)
-    return protocol.ToolUseBlock(id=block.call_id, name=block.name, input=_arguments(block.text))
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """Returns a call's arguments, as far as the output limit did not cut them off."""
-    written = WrittenObject()
-    _, valid, complete = written.push(text or "{}")
-    arguments = json.loads(valid if complete else valid + written.close())
-    return arguments if isinstance(arguments, dict) else {}
+    return protocol.ToolUseBlock(id=block.call_id, name=block.name, input=object_of(block.text) or {})
 
 
 def _signature(thinking: str) -> str:

@@ -58,8 +58,6 @@ class BoundedConnection(HttpToolsProtocol):
     """The server had too many connections when it accepted this one."""
     _head_bytes = 0
     """Bytes received since the headers started, while they are incomplete."""
-    _parsed_bytes = 0
-    """Parsed bytes of the request's line and headers; excludes the body if both arrive together."""
     _refused = False
     """The refusal has been sent. Further input is discarded."""
 
@@ -87,21 +85,11 @@ class BoundedConnection(HttpToolsProtocol):
             if self._head_bytes > self.bounds.max_header_bytes:
                 self._abort("the request's headers are too long")
 
-    def on_message_begin(self) -> None:
-        self._parsed_bytes = 0
-        super().on_message_begin()
-
-    def on_url(self, url: bytes) -> None:
-        self._parsed_bytes += len(url)
-        super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._parsed_bytes += len(name) + len(value) + len(b": \r\n")
-        super().on_header(name, value)
-
     def on_headers_complete(self) -> None:
         self._stop("head")
-        if self._parsed_bytes > self.bounds.max_header_bytes:
+        # The body may have arrived with them.
+        size = len(self.url) + sum(len(name) + len(value) + len(b": \r\n") for name, value in self.headers)
+        if size > self.bounds.max_header_bytes:
             self._abort("the request's headers are too long")
         elif "refusal" in self._timers:
             self._send_refusal()

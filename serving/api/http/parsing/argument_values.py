@@ -127,7 +127,11 @@ def python_value(text: TextCursor, closing: str, types: frozenset[str], emit: Ca
         yield from text.until(ends)
     else:
         parts, depth = list[str](), 0
-        with text.closing(lambda: emit(json.dumps(read_literal("".join(parts), types), ensure_ascii=False))):
+
+        def end() -> None:
+            emit(json.dumps(read_value("".join(parts).strip(), types, python=True), ensure_ascii=False))
+
+        with text.closing(end):
             while (mark := (yield from text.until(ends, parts.append))) != closing and (depth or mark == "("):
                 depth += {"(": 1, ")": -1}.get(mark, 0)
                 parts.append(text.take(1))
@@ -211,37 +215,26 @@ def _text_writer(
 
     def end() -> None:
         value = "".join(parts).removeprefix(padding)
-        emit('"' if begun else json.dumps(read_untyped(value, types), ensure_ascii=False))
+        emit('"' if begun else json.dumps(read_value(value, types), ensure_ascii=False))
 
     return push, end
 
 
-def read_untyped(text: str, types: frozenset[str]) -> Any:
-    """Returns the value of `text`, which is a string or JSON according to the types that its schema admits.
+def read_value(text: str, types: frozenset[str], *, python: bool = False) -> Any:
+    """Returns the value of `text`, which is a string or JSON according to the types that its schema admits, or a
+    literal of Python that is no plain string.
 
-    If the schema admits only strings, the value is a string. If it admits no strings, Python's spelling (`True`,
-    `None`) is also accepted. Text that cannot be parsed is a string.
+    If the schema admits strings, a value that it does not admit is a string; of Python's, only a number. If it admits
+    no strings, Python's spelling (`True`, `None`) is always accepted. Text that cannot be parsed is a string.
     """
-    if types == {"string"}:
+    if types == {"string"} and not python:
         return text
     try:
-        value = parse_literal(text) if types and "string" not in types else parse_written(text)
+        value = parse_literal(text) if python or (types and "string" not in types) else parse_written(text)
     except ValueError:
         return text
-    admitted = any(_is(value, name) for name in types)
-    return text if "string" in types and not admitted else value
-
-
-def read_literal(text: str, types: frozenset[str]) -> Any:
-    """Returns the value of a Python literal that is not a plain string. Other text is a string. A number is a string
-    if the schema admits strings and no numbers."""
-    text = text.strip()
-    try:
-        value = parse_literal(text)
-    except ValueError:
-        return text
-    number = isinstance(value, (int, float)) and "string" in types
-    return text if number and not any(_is(value, name) for name in types) else value
+    may_be_text = "string" in types and (not python or isinstance(value, (int, float)))
+    return text if may_be_text and not any(_is(value, name) for name in types) else value
 
 
 def parse_literal(text: str) -> Any:

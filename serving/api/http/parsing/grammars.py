@@ -40,6 +40,7 @@ _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
 """Words whose value is a table of schemas by name."""
 _OF_VALUES = ("enum", "const", "default", "examples", "example")
 """Words whose value is no schema."""
+_KINDS: Mapping[type, str] = {str: "a text", list: "a list", dict: "a table"}
 _LOOK_AROUND = ("(?=", "(?!", "(?<=", "(?<!")
 
 
@@ -197,7 +198,7 @@ def structural_grammar(tag: Mapping[str, Any]) -> str:
     """
     form = tag.get("format") or {"type": "triggered_tags", "triggers": tag.get("triggers"), "tags": [
         {**each, "content": {"type": "json_schema", "json_schema": each.get("schema")}}
-        for each in _items(tag, "structures") if isinstance(each, Mapping)
+        for each in _need(tag, "structures", list) if isinstance(each, Mapping)
     ]}  # fmt: skip
     rules = _Rules()
     return "\n".join([f"start: {rules.part(form)}", *rules.written, "any_text: /(?s:.*)/"])
@@ -209,14 +210,14 @@ class _Rules:
     def __init__(self) -> None:
         self.written: list[str] = []
         self._kinds: dict[str, Callable[[Mapping[str, Any]], str]] = {
-            "const_string": lambda form: _text(_string(form, "value")),
+            "const_string": lambda form: _text(_need(form, "value", str)),
             "json_schema": lambda form: self._rule(
-                f": %json {json.dumps(enforceable(_need(form, 'json_schema', dict, 'a table')))}"
+                f": %json {json.dumps(enforceable(_need(form, 'json_schema', dict)))}"
             ),
-            "regex": lambda form: self._rule(f": /{in_slashes(_string(form, 'pattern'))}/"),
+            "regex": lambda form: self._rule(f": /{in_slashes(_need(form, 'pattern', str))}/"),
             "any_text": lambda form: "any_text",
-            "sequence": lambda form: " ".join(map(self.part, _items(form, "elements"))),
-            "or": lambda form: f"({' | '.join(map(self.part, _items(form, 'elements')))})",
+            "sequence": lambda form: " ".join(map(self.part, _need(form, "elements", list))),
+            "or": lambda form: f"({' | '.join(map(self.part, _need(form, 'elements', list)))})",
             "tag": self._tag,
             "triggered_tags": self._triggered,
             "tags_with_separator": self._separated,
@@ -238,7 +239,8 @@ class _Rules:
 
     def _tag(self, form: Mapping[str, Any], begin: str | None = None) -> str:
         """`begin`: the rest of the tag's beginning, after a trigger."""
-        before, content, end = _string(form, "begin") if begin is None else begin, form.get("content"), form.get("end")
+        before = _need(form, "begin", str) if begin is None else begin
+        content, end = form.get("content"), form.get("end")
         ends: list[Any] = end if isinstance(end, list) and end else [end]
         if not all(isinstance(each, str) for each in ends):
             raise RequestError("structural_tag: the end of a tag must be a text")
@@ -248,9 +250,9 @@ class _Rules:
         return f"{_text(before)} {self.part(content)} ({' | '.join(map(_text, ends))})"
 
     def _triggered(self, form: Mapping[str, Any]) -> str:
-        triggers, tags = [t for t in _items(form, "triggers") if isinstance(t, str) and t], list[str]()
-        for tag in _items(form, "tags"):
-            begin = _string(tag, "begin")
+        triggers, tags = [t for t in _need(form, "triggers", list) if isinstance(t, str) and t], list[str]()
+        for tag in _need(form, "tags", list):
+            begin = _need(tag, "begin", str)
             trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
             if trigger is None:
                 raise RequestError(f"structural_tag: no trigger begins the tag {begin[:64]!r}")
@@ -261,24 +263,16 @@ class _Rules:
         return f"({' | '.join(tags)}){count}{'' if first and form.get('at_least_one') else ' any_text'}"
 
     def _separated(self, form: Mapping[str, Any]) -> str:
-        one = f"({' | '.join(self._tag(tag) for tag in _items(form, 'tags'))})"
-        more = "" if form.get("stop_after_first") else f" ({_text(_string(form, 'separator'))} {one})*"
+        one = f"({' | '.join(self._tag(tag) for tag in _need(form, 'tags', list))})"
+        more = "" if form.get("stop_after_first") else f" ({_text(_need(form, 'separator', str))} {one})*"
         return f"({one}{more}){'' if form.get('at_least_one') else '?'}"
 
 
-def _need(form: Any, name: str, kind: type[T], what: str) -> T:
+def _need(form: Any, name: str, kind: type[T]) -> T:
     value = form.get(name) if isinstance(form, Mapping) else None
     if not isinstance(value, kind):
-        raise RequestError(f"structural_tag: {name} must be {what}")
+        raise RequestError(f"structural_tag: {name} must be {_KINDS[kind]}")
     return value
-
-
-def _string(form: Any, name: str) -> str:
-    return _need(form, name, str, "a text")
-
-
-def _items(form: Any, name: str) -> list[Any]:
-    return _need(form, name, list, "a list")
 
 
 def in_slashes(pattern: str) -> str:

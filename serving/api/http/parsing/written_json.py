@@ -321,10 +321,11 @@ def _python_number(word: str) -> str | None:
 
 def object_of(value: Any) -> dict[str, Any] | None:
     """Returns arguments as an object; None if that is not possible. Some models write the object as a string with its
-    JSON text."""
+    JSON text, which may be cut off."""
     if isinstance(value, str) and value.lstrip().startswith("{"):
-        _, valid, complete = WrittenObject().push(value.lstrip())
-        value = json.loads(valid) if complete else None
+        written = WrittenObject()
+        _, valid, complete = written.push(value.lstrip())
+        value = json.loads(valid if complete else valid + written.close())
     return value if isinstance(value, dict) else None
 
 
