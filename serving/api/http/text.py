@@ -111,15 +111,7 @@ class TextCodec:
         check_fits(len(messages), self.max_model_len, "messages", at_least=True)  # each has a token or more
 
         def encode() -> tuple[list[int], tuple[Mark, ...]]:
-            spent = 0.0
-
-            def render(each: Sequence[dict[str, Any]], /, **given: Any) -> str:
-                nonlocal spent
-                begin = time.monotonic()
-                try:
-                    return tokenizer.apply_chat_template(each, **given)
-                finally:
-                    spent += time.monotonic() - begin
+            begin, render = time.monotonic(), tokenizer.apply_chat_template
 
             def render_in_time(each: Sequence[dict[str, Any]], /, **given: Any) -> str:
                 of_history = each is messages and not given.get("add_generation_prompt", True)
@@ -127,7 +119,7 @@ class TextCodec:
                 turn = self._turns.get(key, "")
                 if of_history and turn and text.endswith(turn):
                     return text.removesuffix(turn)
-                if spent > _MARKED_SECONDS:
+                if time.monotonic() - begin > _MARKED_SECONDS:
                     raise ChatTemplateError("rendering takes too long to look for marks")
                 shown = render(each, **given)
                 if of_history and text.startswith(shown) and max(len(text) - len(shown), len(key)) < _SHORT:
@@ -139,8 +131,9 @@ class TextCodec:
             if places is None or previous_token_ids or add_special_tokens:
                 return continued(previous_token_ids, self._encode(text, add_special_tokens, "messages", fits)), ()
             self._check_beginning(text, False, "messages", fits)
+            found = places(render_in_time, messages, text, **options)
             ids, ends = tokenizer.encode_with_ends(text)
-            return ids, marks_at(places(render_in_time, messages, text, **options), ends)
+            return ids, marks_at(found, ends)
 
         return await self.run(max(characters([messages, options], _LONG), _SHORT + 1), encode)
 
