@@ -39,9 +39,6 @@ class LinkError(Exception):
 class LinkClosed(LinkError):
     """The other host closed the connection."""
 
-    def __init__(self) -> None:
-        super().__init__("closed the connection")
-
 
 class Link:
     """Frames to and from one host. Any thread may send; one receives. `timeout`: seconds without received or accepted
@@ -135,7 +132,7 @@ class Link:
         except TimeoutError:
             raise LinkError(f"{verb} nothing for {self._timeout:g} s") from None
         except ConnectionError:
-            raise LinkClosed from None
+            raise LinkClosed("closed the connection") from None
         except OSError as error:
             raise LinkError(f"is not reachable ({error.strerror or error})") from None
 
@@ -155,7 +152,7 @@ class Link:
                     self._socket.settimeout(left)
                 piece = self._socket.recv(min(size - len(found), 1 << 20))
             if not piece:
-                raise LinkClosed
+                raise LinkClosed("closed the connection")
             found += piece
         return bytes(found)
 

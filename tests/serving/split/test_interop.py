@@ -146,21 +146,10 @@ def alone(servers):
 
 
 def traffic(front, expected, count: int, **more) -> Outcomes:
-    outcomes = Outcomes()
+    def one(number: int) -> tuple[str, str]:
+        return ask(front.url, PROMPTS[number % len(PROMPTS)], **more)[0], expected[number % len(PROMPTS)]
 
-    def one(number: int) -> None:
-        try:
-            text = ask(front.url, PROMPTS[number % len(PROMPTS)], **more)[0]
-        except (httpx.HTTPError, AssertionError) as error:
-            outcomes.errors.append(f"{type(error).__name__} {error}"[:200])
-            return
-        if text == expected[number % len(PROMPTS)]:
-            outcomes.right += 1
-        else:
-            outcomes.wrong.append(text)
-
-    with ThreadPoolExecutor(6) as pool:
-        list(pool.map(one, range(count)))
+    outcomes = Outcomes().of(count, 6, one)
     print(front.name, outcomes.line, outcomes.errors[:2])
     return outcomes
 

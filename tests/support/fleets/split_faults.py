@@ -4,11 +4,11 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import httpx
 import openai
@@ -43,6 +43,28 @@ class Outcomes:
     def line(self) -> str:
         counts = f"{len(self.errors)} ended with an error, {len(self.wrong)} wrong, {len(self.late)} hung"
         return f"{self.right} right, {counts}"
+
+    def of(self, count: int, at_once: int, ask: Callable[[int], tuple[Any, Any]]) -> Self:
+        """Adds those of so many requests, some at once. `ask`: sends one by its number; its answer, and the right one.
+        Returns itself."""
+        lock = threading.Lock()
+
+        def one(number: int) -> None:
+            begin, found, right, error = time.monotonic(), None, None, ""
+            try:
+                found, right = ask(number)
+            except (openai.APIError, httpx.HTTPError, AssertionError) as failure:
+                error = f"{type(failure).__name__}: {failure}"[:300]
+            seconds = time.monotonic() - begin
+            with lock:
+                self.right += not error and found == right
+                self.errors += [error] if error else []
+                self.wrong += [f"{found} instead of {right}"] if found != right else []
+                self.late += [seconds] if seconds > DEADLINE + _SLACK else []
+
+        with ThreadPoolExecutor(at_once) as pool:
+            list(pool.map(one, range(count)))
+        return self
 
 
 UNLIKE = {"page_size": 32}
@@ -157,30 +179,12 @@ class LoadedFleet(Fleet):
         self, count: int, at_once: int, *, front: Process | None = None, seed: int = 0, outcomes: Outcomes | None = None
     ) -> Outcomes:
         """Sends requests, so many at once; none of their prompts is in a cache. Adds to `outcomes`, if given."""
-        outcomes, lock = outcomes or Outcomes(), threading.Lock()
 
-        def one(number: int) -> None:
+        def one(number: int) -> tuple[list[int], list[int]]:
             prompt, length = random.Random(f"{seed} {number}").choice(list(self._right))
-            begin = time.monotonic()
-            found, error = None, ""
-            try:
-                found = streamed(front or self.front, prompt, length, salt=f"{seed} {number}")
-            except openai.APIError as failure:
-                error = str(failure)
-            seconds = time.monotonic() - begin
-            with lock:
-                if found is None:
-                    outcomes.errors.append(error)
-                elif found != self._right[prompt, length]:
-                    outcomes.wrong.append(f"{prompt!r}: {found}")
-                else:
-                    outcomes.right += 1
-                if seconds > DEADLINE + _SLACK:
-                    outcomes.late.append(seconds)
+            return streamed(front or self.front, prompt, length, salt=f"{seed} {number}"), self._right[prompt, length]
 
-        with ThreadPoolExecutor(at_once) as pool:
-            list(pool.map(one, range(count)))
-        return outcomes
+        return (outcomes or Outcomes()).of(count, at_once, one)
 
     def leave(self, count: int, seed: int = 0) -> None:
         """Requests of clients that go away at some moment."""
