@@ -24,6 +24,7 @@ from serving.split.wire import SplitError, SplitTimeout
 from tests.serving.split.test_handshake import WANT
 from tests.serving.split.test_manifest import BASE
 from tests.support.servers.listener import listener
+from tests.support.waiting import comes_true
 
 ARRAYS = [jnp.arange(6000.0).reshape(3, 2000)]
 SPECS = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in ARRAYS]
@@ -87,10 +88,7 @@ def test_a_slow_reader_is_not_served_for_ever(monkeypatch):
     with socket.create_connection((host, int(port))) as idle, socket.create_connection((host, int(port))) as slow:
         slow.sendall(struct.pack("!Q", 5))
         slow.recv(10)
-        end = time.monotonic() + 10
-        while threading.active_count() > before and time.monotonic() < end:
-            time.sleep(0.05)
-        assert threading.active_count() <= before, "a reader is still being served"
+        assert comes_true(lambda: threading.active_count() <= before, 10), "a reader is still being served"
         del idle
     transport.close()
 

@@ -24,6 +24,7 @@ from serving.split.seal import Seal
 from serving.split.settings import RouterSettings, SplitSettings
 from tests.support.engines.step_programs import NoPrograms
 from tests.support.servers.live_server import ENGINE, LiveServer, running
+from tests.support.waiting import comes_true
 
 SECRET = "a secret of the fleet"
 SEAL = Seal(SECRET)
@@ -90,10 +91,7 @@ class Front:
         return httpx.get(f"{self.url}/status", timeout=60).json()
 
     def wait_until(self, condition, seconds=20.0) -> None:
-        end = time.monotonic() + seconds
-        while not condition(self.status()["states"]):
-            assert time.monotonic() < end, self.status()
-            time.sleep(0.02)
+        assert comes_true(lambda: condition(self.status()["states"]), seconds, 0.02), self.status()
 
     def wait_until_told(self, *servers) -> None:
         """Until it knows of as many states as the servers have."""
@@ -182,13 +180,12 @@ def test_readers_are_counted(start, monkeypatch):
         next(lines)
         with stream(server) as second:
             assert second.status_code == 503
-    end = time.monotonic() + 20
-    while True:  # the one that left is not counted any more
+
+    def joins() -> bool:
         with stream(server) as again:
-            if again.status_code == 200:
-                break
-        assert time.monotonic() < end
-        time.sleep(0.05)
+            return again.status_code == 200
+
+    assert comes_true(joins, 20), "the one that left is not counted any more"
 
 
 def test_conversations_go_where_they_can_be_gone_on_with(start, front):

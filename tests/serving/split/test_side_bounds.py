@@ -16,6 +16,7 @@ from serving.split.wire import SplitTimeout, StateRequest
 from tests.serving.split.test_manifest import BASE
 from tests.support.engines.engines import finish
 from tests.support.fleets.split_pair import B, Pair, assert_as_alone, tokens
+from tests.support.servers.fake_workers import until
 
 PROMPT = tokens(1, 3 * B + 5)
 
@@ -188,11 +189,7 @@ async def test_clients_that_leave_at_any_moment_leave_no_places_taken(no_prompt)
             side.release(ticket.id, wanted=True)  # it was quicker
 
     await asyncio.gather(*(one() for _ in range(200)))
-    for _ in range(500):
-        if not side.kept and context.engine.commands.empty():
-            break
-        await asyncio.sleep(0.01)
-    assert side.kept == 0
+    await until(lambda: not side.kept and context.engine.commands.empty())
     assert side.stats.begun > 50
 
 
@@ -217,11 +214,8 @@ async def test_a_lease_does_not_run_out_while_its_prompt_is_computed(no_prompt):
         await asyncio.sleep(0.01)
     assert not expired
     assert side.kept == 1
-    for _ in range(500):
-        if side.sweep():
-            break
-        await asyncio.sleep(0.01)
-    assert side.kept == 0, "the state is not needed any more"
+    await until(side.sweep)  # the state is not needed any more
+    assert side.kept == 0
 
 
 def test_a_lease_is_finite_from_the_start_and_renewed_up_to_a_limit():

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from serving.split.transports import JaxTransport, TcpTransport, TransportError
+from tests.support.waiting import comes_true
 
 ARRAYS = [jnp.arange(60.0).reshape(3, 20), jnp.ones((2, 3), jnp.bfloat16) * 3, jnp.zeros((0, 4))]
 SPECS = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in ARRAYS]
@@ -86,10 +87,8 @@ def test_draining_takes_no_memory(pair):
     time.sleep(0.5)
     before = _resident()
     drain(2000, 60)
-    end = time.monotonic() + 30
-    while _resident() - before > 100 << 20:
-        assert time.monotonic() < end, f"{(_resident() - before) >> 20} MiB more"
-        time.sleep(0.1)
+    released = comes_true(lambda: _resident() - before <= 100 << 20, 30, 0.1)
+    assert released, f"{(_resident() - before) >> 20} MiB more"
 
 
 def _resident() -> int:

@@ -16,6 +16,8 @@ from tests.serving.tiers import folder_books
 from tests.serving.tiers.folder_books import B, Disk, arrays_of, unit
 from tests.support.waiting import line_of
 
+ROOT = Path(__file__).parents[3]
+
 
 class Killed(BaseException):
     """The process is gone."""
@@ -98,8 +100,7 @@ def test_a_fifo_does_not_hang_anything(tmp_path, name):
         "disk = Disk(Path(sys.argv[1])); assert disk.fetch([1] * 5) == 'miss'; disk.store(unit([1] * 5))\n"
         "assert disk.fetch([1] * 5) == 'hit'; make_room(disk.folder.path.parent, Path('/'), 0)"
     )
-    root = Path(__file__).parents[3]
-    subprocess.run([sys.executable, "-c", code, str(path)], cwd=root, timeout=120, check=True)
+    subprocess.run([sys.executable, "-c", code, str(path)], cwd=ROOT, timeout=120, check=True)
 
 
 def test_folders_that_are_made_are_private(tmp_path):
@@ -168,26 +169,23 @@ def test_a_thousand_random_faults(shard, tmp_path, monkeypatch):
 WRITER = """
 import sys
 from pathlib import Path
-sys.path[:0] = sys.argv[2:]
 from tests.serving.tiers.folder_books import Disk, unit
 disk = Disk(Path(sys.argv[1]))
-print("ready", flush=True)
 number = 0
 while True:
     number += 1
     disk.store(unit([number % 50] * (number % 13 + 1)))
+    if number == 1:
+        print("ready", flush=True)
 """
 
 
 @pytest.mark.full
 def test_kill_9_in_the_middle_of_writing(tmp_path):
     rng = random.Random(1)
-    root = str(Path(__file__).parents[3])
     for _ in range(2):
-        writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path), root], stdout=subprocess.PIPE, text=True
-        )
-        assert writer.stdout is not None
+        command = [sys.executable, "-c", WRITER, str(tmp_path)]
+        writer = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert line_of(writer) == "ready\n"
         time.sleep(rng.random() * 0.2)
         writer.send_signal(signal.SIGKILL)
@@ -256,7 +254,6 @@ def test_unread_changes_do_not_accumulate():
 SHARER = """
 import sys
 from pathlib import Path
-sys.path[:0] = sys.argv[3:]
 from tests.serving.tiers import folder_books
 from tests.serving.tiers.folder_books import Disk, unit
 folder_books.CAP = 400_000
@@ -277,11 +274,10 @@ print(met["hit"], met["miss"], met["dropped"], number, flush=True)
 def test_two_processes_share_a_folder_and_its_cap(tmp_path, monkeypatch):
     """Both store, fetch and evict at once, among them each other's: what is read is right, and the cap is kept but for
     what both write between two looks."""
-    root = str(Path(__file__).parents[3])
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", SHARER, str(tmp_path), str(first), root],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [sys.executable, "-c", SHARER, str(tmp_path), str(first)],
+            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )
         for first in (0, 30)
     ]  # fmt: skip
