@@ -184,7 +184,13 @@ def translate(words: Sequence[str], own: Collection[str] = ()) -> Translated:
         if flag is None or ours:
             done.words.append(name + equals + value)
             continue
-        values = [value] if equals else _values(flag, waiting)
+        values = [value] if equals else []
+        if flag.takes and not equals:
+            if not waiting:
+                raise ConfigError(f"{flag.name} needs a value")
+            values.append(waiting.pop(0))
+            while flag.takes == "VALUES" and waiting and not waiting[0].startswith("-"):
+                values.append(waiting.pop(0))
         if flag.unnecessary:
             done.notices.append(f"{' '.join([name, *values])}: has no effect: {flag.unnecessary}")
         elif flag.missing:
@@ -232,18 +238,6 @@ def engine_flags(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
         notices += done.notices
         flags |= _read(name, done.words)
     return flags, notices
-
-
-def _values(flag: Flag, waiting: Words) -> Words:
-    """Removes a flag's values from the words after it, and returns them."""
-    if not flag.takes:
-        return []
-    if not waiting:
-        raise ConfigError(f"{flag.name} needs a value")
-    values = [waiting.pop(0)]
-    while flag.takes == "VALUES" and waiting and not waiting[0].startswith("-"):
-        values.append(waiting.pop(0))
-    return values
 
 
 def _dashed(name: str) -> str:
