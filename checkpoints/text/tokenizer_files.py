@@ -6,11 +6,13 @@ from __future__ import annotations
 import base64
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.unknown_fields import UnknownFieldSet
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from checkpoints.errors import CheckpointError, one_line
@@ -293,34 +295,8 @@ def _last(fields: Fields, number: int, default: Any) -> Any:
 def _message(data: bytes) -> Fields:
     """Returns the values of a message's fields by their numbers: integers, float32, or bytes."""
     found: Fields = {}
-    for number, value in _entries(data):
-        found.setdefault(number, []).append(value)
+    for field in UnknownFieldSet(Empty.FromString(data)):
+        is_float = field.wire_type == 5  # 32 bits
+        value = struct.unpack("<f", struct.pack("<I", field.data))[0] if is_float else field.data
+        found.setdefault(field.field_number, []).append(value)
     return found
-
-
-def _entries(data: bytes) -> Iterator[tuple[int, Any]]:
-    at = 0
-
-    def varint() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = data[at]
-            at, value, shift = at + 1, value | (byte & 0x7F) << shift, shift + 7
-            if byte < 0x80:
-                return value
-            if shift > 63:
-                raise ValueError("a number of more than 64 bits")
-
-    while at < len(data):
-        key = varint()
-        number, form = key >> 3, key & 7
-        if form == 0:
-            yield number, varint()
-            continue
-        size = {1: 8, 5: 4}[form] if form != 2 else varint()
-        if at + size > len(data):
-            raise ValueError("it is cut off")
-        value: Any = data[at : at + size]
-        at += size
-        yield number, struct.unpack("<f", value)[0] if form == 5 else value
