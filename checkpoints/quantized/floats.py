@@ -37,7 +37,8 @@ def fp8(module: Module, how: Quantization) -> StoredWeight:
         return _by_blocks(module, shape, "weight_scale_inv", values, how)
     scale = module.shape("weight_scale")
     if module.dtype("weight_scale") in EXPONENTS:
-        return _mxfp8(module, shape, values)
+        parts = {"values": values, "group_scale": _powers(module, "weight_scale", shape)}
+        return module.weight(f"MXFP8, groups of {MX_GROUP}", shape, parts)
     blocks = tuple(-(-n // size) for n, size in zip((outputs, inputs), how.block, strict=True))
     if (scale == (*lead, *blocks) and scale[-2:] not in ((outputs, 1), (1, 1))) or len(scale) == len(shape) + 2:
         return _by_blocks(module, shape, "weight_scale", values, how)
@@ -63,11 +64,6 @@ def _by_blocks(module: Module, shape: tuple[int, ...], suffix: str, values: Part
 
     scale = Part(F32, read, inputs // size)
     return module.weight(f"FP8, a scale per {rows} x {columns} block", shape, {"values": values, "group_scale": scale})
-
-
-def _mxfp8(module: Module, shape: tuple[int, ...], values: Part) -> StoredWeight:
-    parts = {"values": values, "group_scale": _powers(module, "weight_scale", shape)}
-    return module.weight(f"MXFP8, groups of {MX_GROUP}", shape, parts)
 
 
 def _powers(module: Module, suffix: str, shape: tuple[int, ...]) -> Part:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import NamedSharding
 
 from checkpoints.errors import CheckpointError
-from checkpoints.placing import Index, Reader, Shardings, sharding_of
+from checkpoints.placing import Reader, Shardings, sharding_of
 from checkpoints.quantized.stored import INPUT_SCALE, Part, StoredWeight
 from mamba_jax.families.base import HFSource
 
@@ -40,16 +41,15 @@ def parts_of(
     first = stored[0]
     # Publishers omit the input scale of modules that their calibration data never used; then the weight has none.
     parts = [part for part in first.parts if part != INPUT_SCALE or all(part in one.parts for one in stored)]
-    *lead, outputs, inputs = shape
+    *lead, outputs, _ = shape
     found: dict[str, Readable] = {}
     for part in parts:
         full, own = f"{path}.{part}", first.parts[part]
         shapes = {"values": tuple(shape), "channel_scale": (*lead, outputs), INPUT_SCALE: (*lead, outputs)}
         if part not in shapes:
-            groups = divisible_groups(full, own.groups, inputs, sharding_of(shardings, full), len(shape))
-            shapes[part] = (*lead, groups, outputs)
+            shapes[part] = (*lead, divisible_groups(full, own.groups, shape, shardings), outputs)
         target = jax.ShapeDtypeStruct(shapes[part], own.dtype)
-        found[full] = target, _PartReader(source, [one.parts[part] for one in stored], target, release)
+        found[full] = target, _part_reader(source, [one.parts[part] for one in stored], target, release)
     return found
 
 
@@ -60,8 +60,9 @@ def own_rows(source: HFSource, values: np.ndarray) -> np.ndarray:
     return values.reshape(source.pieces, -1, *values.shape[1:])[:, slice(*source.rows)]
 
 
-def divisible_groups(path: str, groups: int, inputs: int, sharding: Sharding | None, rank: int) -> int:
-    """Returns a number of groups that the devices can share."""
+def divisible_groups(path: str, groups: int, shape: Sequence[int], shardings: Shardings) -> int:
+    """Returns a number of groups of the inputs of a weight [*lead, outputs, inputs] that the devices can share."""
+    rank, inputs, sharding = len(shape), shape[-1], sharding_of(shardings, path)
     if not isinstance(sharding, NamedSharding) or len(sharding.spec) < rank - 1 or sharding.spec[rank - 2] is None:
         return groups
     shards = sharding.mesh.shape[sharding.spec[rank - 2]]
@@ -71,35 +72,29 @@ def divisible_groups(path: str, groups: int, inputs: int, sharding: Sharding | N
     return count
 
 
-class _PartReader:
-    """Reads pieces of one part of one weight."""
+def _part_reader(
+    source: HFSource, stored: Sequence[Part], target: jax.ShapeDtypeStruct, release: Callable[[str], None]
+) -> Reader:
+    """Returns the function that reads pieces of one part of one weight."""
 
-    def __init__(
-        self, source: HFSource, stored: Sequence[Part], target: jax.ShapeDtypeStruct, release: Callable[[str], None]
-    ) -> None:
-        self._source, self._stored, self._target, self._release = source, stored, target, release
-        self._whole: np.ndarray | None = None
-
-    def __call__(self, index: Index) -> np.ndarray:
-        if self._whole is None:
-            self._whole = self._read()
-        return self._whole[index]
-
-    def _read(self) -> np.ndarray:
-        shape = self._target.shape
-        if not self._source.stack:
-            return self._one(self._stored[0], shape)
-        axes = 1 if len(self._stored) == shape[0] else 2
-        stacked = np.empty(shape, self._target.dtype)
-        for name, part, entry in zip(self._source.names, self._stored, np.ndindex(shape[:axes]), strict=True):
-            stacked[entry] = self._one(part, shape[axes:])
-            self._release(name)
-        return stacked
-
-    def _one(self, part: Part, shape: tuple[int, ...]) -> np.ndarray:
+    def one(part: Part, shape: tuple[int, ...]) -> np.ndarray:
         if not part.groups:
-            return own_rows(self._source, part.read()).reshape(shape)
+            return own_rows(source, part.read()).reshape(shape)
         *lead, groups, outputs = shape
-        by_output = own_rows(self._source, np.swapaxes(part.read(), -1, -2))
+        by_output = own_rows(source, np.swapaxes(part.read(), -1, -2))
         by_output = np.repeat(by_output, groups // by_output.shape[-1], axis=-1)
         return np.swapaxes(by_output.reshape(*lead, outputs, groups), -1, -2)
+
+    @cache
+    def whole() -> np.ndarray:
+        shape = target.shape
+        if not source.stack:
+            return one(stored[0], shape)
+        axes = 1 if len(stored) == shape[0] else 2
+        stacked = np.empty(shape, target.dtype)
+        for name, part, entry in zip(source.names, stored, np.ndindex(shape[:axes]), strict=True):
+            stacked[entry] = one(part, shape[axes:])
+            release(name)
+        return stacked
+
+    return lambda index: whole()[index]

@@ -8,13 +8,14 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from checkpoints.errors import CheckpointError
-from checkpoints.placing import Index, Reader, Shardings, sharding_of
+from checkpoints.placing import Index, Reader, Shardings
 from checkpoints.quantized.parameters import Readable, divisible_groups
 from checkpoints.quantized.stored import BF16, F32, FP4, FP8, INT4, INT8
 from mamba_jax.config import HybridConfig
@@ -199,8 +200,32 @@ def rounded(
     `largest` gives the largest magnitudes (see `largest_of`) of the stored tensor that it is, or is a part of, where it
     is one.
     """
-    once, found = _Once(target.shape, reader, rounding, largest), _targets(path, target.shape, rounding, shardings)
-    return {full: (own, _part_reader(once, full.rpartition(".")[2], own.shape)) for full, own in found.items()}
+    shape, targets = target.shape, _targets(path, target.shape, rounding, shardings)
+
+    @cache  # rounds when the first part is read
+    def parts() -> dict[str, np.ndarray]:
+        of_tensor, lead = None, shape[:-2]
+        if largest is not None and rounding.kind == "nvfp4":
+            found = largest()
+            of_tensor = np.broadcast_to(found.reshape((*found.shape, *[1] * (len(lead) - found.ndim))), lead)
+        if not lead:
+            return rounding.round(reader((slice(None),) * 2), of_tensor)
+        # One expert at a time: all experts in float32 would be the largest array in memory.
+        stacked = {name: np.empty(part.shape, part.dtype) for name, part in rounding.parts(shape).items()}
+        for i in range(shape[0]):
+            one = slice(i, i + 1)
+            wide = reader((one, *[slice(None)] * (len(shape) - 1)))
+            for name, part in rounding.round(wide, None if of_tensor is None else of_tensor[one]).items():
+                stacked[name][one] = part
+        return stacked
+
+    def read(full: str, index: Index) -> np.ndarray:
+        value = parts()[full.rpartition(".")[2]]
+        if full.endswith(".group_scale"):
+            value = np.repeat(value, targets[full].shape[-2] // value.shape[-2], axis=-2)
+        return value[index]
+
+    return {full: (own, partial(read, full)) for full, own in targets.items()}
 
 
 def _targets(
@@ -212,55 +237,10 @@ def _targets(
         full = f"{path}.{part}"
         if part == "group_scale":
             *lead, groups, outputs = own.shape
-            groups = divisible_groups(full, groups, shape[-1], sharding_of(shardings, full), len(shape))
+            groups = divisible_groups(full, groups, shape, shardings)
             own = jax.ShapeDtypeStruct((*lead, groups, outputs), own.dtype)
         found[full] = own
     return found
-
-
-def _part_reader(once: _Once, part: str, shape: tuple[int, ...]) -> Reader:
-    def read(index: Index) -> np.ndarray:
-        value = once.parts[part]
-        if part == "group_scale":
-            value = np.repeat(value, shape[-2] // value.shape[-2], axis=-2)
-        return value[index]
-
-    return read
-
-
-class _Once:
-    """Rounds a weight once, when its first part is read."""
-
-    def __init__(
-        self, shape: tuple[int, ...], reader: Reader, rounding: Rounding, largest: Callable[[], np.ndarray] | None
-    ) -> None:
-        self._shape, self._reader, self._rounding, self._largest = shape, reader, rounding, largest
-        self._parts: dict[str, np.ndarray] = {}
-
-    @property
-    def parts(self) -> dict[str, np.ndarray]:
-        """All parts of the weight."""
-        if not self._parts:
-            largest = None
-            if self._largest is not None and self._rounding.kind == "nvfp4":
-                found, lead = self._largest(), self._shape[:-2]
-                largest = np.broadcast_to(found.reshape((*found.shape, *[1] * (len(lead) - found.ndim))), lead)
-            self._parts = self._read(largest)
-        return self._parts
-
-    def _read(self, largest: np.ndarray | None) -> dict[str, np.ndarray]:
-        shape = self._shape
-        if len(shape) == 2:
-            return self._rounding.round(self._reader((slice(None),) * 2), largest)
-        # One expert at a time: all experts in float32 would be the largest array in memory.
-        parts = {name: np.empty(part.shape, part.dtype) for name, part in self._rounding.parts(shape).items()}
-        for i in range(shape[0]):
-            one = slice(i, i + 1)
-            wide = self._reader((one, *[slice(None)] * (len(shape) - 1)))
-            rounded = self._rounding.round(wide, None if largest is None else largest[one])
-            for name, part in rounded.items():
-                parts[name][one] = part
-        return parts
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from checkpoints.errors import CheckpointError, listing
-from checkpoints.placing import Index, Shardings, nbytes, place, progress_bar, sharding_of
+from checkpoints.placing import Index, Reader, Shardings, nbytes, place, progress_bar, sharding_of
 from checkpoints.quantized.parameters import Readable, own_rows, parts_of
 from checkpoints.quantized.rounding import Selection, largest_of, rounded
 from checkpoints.quantized.stored import StoredWeight, Tensors
@@ -95,13 +95,12 @@ def readable(
     if not narrow or len(narrow) < len(source.names) or any(each.form != narrow[0].form for each in narrow):
         rounding = None if selection is None else selection.of(path, target.shape)
         if rounding is None:
-            return {path: (target, _StoredParameter(tensors, source, target))}
+            return {path: (target, _reader(tensors, source, target))}
         # The stored numbers are rounded, not those that the dtype of the model's other weights leaves of them.
         target = jax.ShapeDtypeStruct(target.shape, np.float32)
-        reader = _StoredParameter(tensors, source, target)
         if largest is None and not source.stack:
             largest = lambda: largest_of(tensors.view(source.names[0]))  # noqa: E731
-        return rounded(path, target, reader, rounding, shardings, largest=largest)
+        return rounded(path, target, _reader(tensors, source, target), rounding, shardings, largest=largest)
     return parts_of(path, target.shape, source, narrow, shardings, release=tensors.release)
 
 
@@ -122,38 +121,35 @@ def parameter_shapes(
     return found
 
 
-class _StoredParameter:
-    """Reads pieces of one parameter."""
+def _reader(tensors: Tensors, source: HFSource, target: jax.ShapeDtypeStruct) -> Reader:
+    """Returns the function that reads pieces of one parameter."""
+    shape, count = target.shape, len(source.names)
 
-    def __init__(self, tensors: Tensors, source: HFSource, target: jax.ShapeDtypeStruct) -> None:
-        self._tensors = tensors
-        self._source = source
-        self._shape = target.shape
-        self._dtype = target.dtype
+    def one(names: tuple[str, ...], shape: tuple[int, ...]) -> np.ndarray:
+        views = [tensors.view(name) for name in names]
+        view = views[0] if len(views) == 1 else np.concatenate(views)
+        return own_rows(source, view).reshape(shape)
 
-    def __call__(self, index: Index) -> np.ndarray:
-        if not self._source.names:
-            return np.full(self._shape, self._source.default, self._dtype)[index]
-        if not self._source.stack:
-            return self._one(self._source.names, self._shape)[index]
+    def read(index: Index) -> np.ndarray:
+        if not source.names:
+            return np.full(shape, source.default, target.dtype)[index]
+        if not source.stack:
+            return one(source.names, shape)[index]
         # Reads directly into the stacked array, so that no second copy of all experts exists.
-        count, (first, *rest) = len(self._source.names), self._shape
-        if math.prod(self._shape[:2]) > count < first:
-            parts = [self._one((name,), (first // count, *rest)) for name in self._source.names]
-            return np.concatenate(parts)[index].astype(self._dtype)
+        first, *rest = shape
+        if math.prod(shape[:2]) > count < first:
+            parts = [one((name,), (first // count, *rest)) for name in source.names]
+            return np.concatenate(parts)[index].astype(target.dtype)
         axes = 1 if count == first else 2
-        names = np.array(self._source.names, object).reshape(self._shape[:axes])[index[:axes]]
-        lengths = [len(range(*s.indices(n))) for s, n in zip(index[axes:], self._shape[axes:], strict=True)]
-        stacked = np.empty((*names.shape, *lengths), self._dtype)
+        names = np.array(source.names, object).reshape(shape[:axes])[index[:axes]]
+        lengths = [len(range(*s.indices(n))) for s, n in zip(index[axes:], shape[axes:], strict=True)]
+        stacked = np.empty((*names.shape, *lengths), target.dtype)
         for entry, name in np.ndenumerate(names):
-            stacked[entry] = self._one((name,), self._shape[axes:])[index[axes:]]
-            self._tensors.release(name)
+            stacked[entry] = one((name,), shape[axes:])[index[axes:]]
+            tensors.release(name)
         return stacked
 
-    def _one(self, names: tuple[str, ...], shape: tuple[int, ...]) -> np.ndarray:
-        views = [self._tensors.view(name) for name in names]
-        view = views[0] if len(views) == 1 else np.concatenate(views)
-        return own_rows(self._source, view).reshape(shape)
+    return read
 
 
 def match_sources(
