@@ -30,7 +30,7 @@ import yaml
 from benchmarks.turns import in_turns, ratio
 from serving import LLM, ConfigError, EngineConfig
 from serving.bench.report import emit, environment, spread
-from serving.bench.throughput import Run, engine_flags, flag_of, offline_parser, parse_offline, run
+from serving.bench.throughput import Run, engine_flags, offline_parser, parse_offline, run
 from serving.vllm.flags import engine_flags as own_flags
 
 
@@ -60,7 +60,10 @@ def combinations(given: Sequence[str]) -> list[dict[str, Any]]:
     """
     varied: dict[str, list[Any]] = {}
     for text in given:
-        name, values = flag_of("--vary", text)
+        name, equals, values = text.partition("=")
+        if not equals:
+            raise ConfigError(f"--vary {text}: expected FLAG=VALUE")
+        name = name.strip().replace("-", "_")
         if name in varied:
             raise ConfigError(f"--vary {name}: given twice; write all values after one --vary")
         try:

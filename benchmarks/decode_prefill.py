@@ -19,12 +19,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from statistics import median
 from typing import Any
 
 import jax
 
 from mamba_jax.batch import DecodeBatch
-from serving.bench.report import emit, environment, median, spread
+from serving.bench.report import emit, environment, spread
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

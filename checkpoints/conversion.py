@@ -68,7 +68,7 @@ def convert(
     if form == "hugging-face" and (quantization is not None or reference.kind is not ReferenceKind.ORBAX):
         wanted = None if auto else jnp.dtype(dtype)
         return _rewrite(reference, Path(target).expanduser(), wanted, quantization, quantization_exclude)
-    dtype = source_dtype(reference) if auto else dtype
+    dtype = source_dtype(source) if auto else dtype
     model = load_model(
         source,
         dtype=dtype,

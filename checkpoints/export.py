@@ -61,23 +61,37 @@ def write_hugging_face(
     values: Mapping[str, Any],
     hf_config: Mapping[str, Any],
     *,
-    dtype: str = "bfloat16",
+    dtype: str | None = None,
     files_from: Path | None = None,
 ) -> Path:
-    """Writes `config.json`, one safetensors file, and copies of a tokenizer's files.
+    """Writes `config.json`, safetensors files, and copies of a tokenizer's files.
 
     Args:
         directory: created if necessary.
         config: of the model.
         values: weights by dotted path.
-        hf_config: the contents of config.json; `dtype` is added.
-        dtype: of the tensors: float32 or bfloat16. Parameters of recurrences and routers are stored in it too.
+        hf_config: the contents of config.json.
+        dtype: of all tensors, and in config.json: parameters of recurrences and routers have it, too. None: each tensor
+            keeps its own.
         files_from: a directory whose tokenizer, chat templates and sampling defaults are copied.
     Returns:
         The directory.
     """
-    kept = {path: np.asarray(value).astype(np.dtype(dtype)) for path, value in values.items()}
-    return _write(directory, config, kept, {**hf_config, "dtype": dtype}, files_from)
+    directory.mkdir(parents=True, exist_ok=True)
+    files = TensorFiles(directory)
+    if dtype is not None:
+        values = {path: np.asarray(value).astype(np.dtype(dtype)) for path, value in values.items()}
+        hf_config = {**hf_config, "dtype": dtype}
+    for name, value in stored_tensors(config, values):
+        files.add(name, value)
+    if config.tie_word_embeddings:
+        # Some families in transformers ignore the tie in config.json and look for this name.
+        files.add("lm_head.weight", np.asarray(values["embed.weight"]))
+    files.close()
+    (directory / "config.json").write_text(json.dumps(hf_config, indent=1) + "\n")
+    if files_from is not None:
+        copy_small_files(files_from, directory)
+    return directory
 
 
 def save_hugging_face(directory: str | Path, model: HybridModel, like: str | Path, *, overwrite: bool = False) -> Path:
@@ -104,24 +118,7 @@ def save_hugging_face(directory: str | Path, model: HybridModel, like: str | Pat
     if as_stored(config_from_hf(fields), names) != model.config:
         raise CheckpointError(f"{like / 'config.json'}: describes another model than the one to be saved")
     fields = {name: value for name, value in fields.items() if name != "torch_dtype"} | {"dtype": model.dtype.name}
-    return _write(directory, model.config, values, fields, like)
-
-
-def _write(
-    directory: Path, config: HybridConfig, values: Mapping[str, Any], fields: Mapping[str, Any], files_from: Path | None
-) -> Path:
-    directory.mkdir(parents=True, exist_ok=True)
-    files = TensorFiles(directory)
-    for name, value in stored_tensors(config, values):
-        files.add(name, value)
-    if config.tie_word_embeddings:
-        # Some families in transformers ignore the tie in config.json and look for this name.
-        files.add("lm_head.weight", np.asarray(values["embed.weight"]))
-    files.close()
-    (directory / "config.json").write_text(json.dumps(fields, indent=1) + "\n")
-    if files_from is not None:
-        copy_small_files(files_from, directory)
-    return directory
+    return write_hugging_face(directory, model.config, values, fields, files_from=like)
 
 
 def copy_small_files(source: Path, target: Path, *more: str) -> None:

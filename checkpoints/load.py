@@ -151,26 +151,21 @@ class Checkpoint:
 
     def nbytes(self) -> int:
         """Returns bytes of the weights as `load` would make them, or a little less; none of them is read."""
-        dummy = self.load_format == "dummy"
-        if not dummy and self.reference.kind is ReferenceKind.HUGGING_FACE and self._quantization is not None:
-            return sum(map(nbytes, self.shapes().values()))  # some forms stay narrow, others are widened
-        shapes = abstract_parameters(self.config, chosen_dtype(self.dtype, self._source_dtype))
-        selection = self._selection(self.config)
-        return sum(map(nbytes, (shapes if selection is None else selection.parameters(shapes, None)).values()))
+        return sum(map(nbytes, self.shapes().values()))
 
     def shapes(self, sharding: Shardings = None) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns shapes and dtypes of the parameters that `load` would load, by dotted path; no weights are read."""
-        dtype = chosen_dtype(self.dtype, self._source_dtype)
-        wide = abstract_parameters(self.config, dtype)
-        if self.reference.kind is ReferenceKind.ORBAX:
+        dtype, stored = chosen_dtype(self.dtype, self._source_dtype), self.load_format != "dummy"
+        if stored and self.reference.kind is ReferenceKind.ORBAX:
             return stored_parameters(read_description(self.reference.files), dtype)
-        if self.quantization is None and self._quantization is not None:
+        if stored and self.quantization is None and self._quantization is not None:
+            # Some forms stay narrow, others are widened.
             tensors = self._tensors()
             config = as_stored(self.config, tensors.names)
             sources = weight_names(config)
             narrow = _kept_narrow(config, tensors, sources)
             return parameter_shapes(tensors, abstract_parameters(config, dtype), sources, narrow, sharding)
-        selection = self._selection(self.config)
+        wide, selection = abstract_parameters(self.config, dtype), self._selection(self.config)
         return wide if selection is None else selection.parameters(wide, sharding)
 
     def quantized_as(self) -> str:
@@ -295,11 +290,9 @@ def _stored_dtype(fields: Mapping[str, Any]) -> str | None:
     return str(name).removeprefix("torch.") if name else None
 
 
-def source_dtype(reference: Reference) -> Any:
+def source_dtype(ref: str | Path) -> str:
     """Returns the dtype of most stored bytes."""
-    if reference.kind is ReferenceKind.ORBAX:
-        return read_description(reference.files).dtype
-    stored = _stored_dtype(read_text_fields(reference.files, reference.hf_overrides))
+    stored = Checkpoint(ref)._source_dtype
     return stored if stored in DTYPES else "float32"
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import stat
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import SingleDeviceSharding
 from rich.console import Console
 
@@ -85,7 +82,7 @@ def save_orbax(
                 copy_small_files(files_from, directory, "config.json")
             description = {
                 "version": VERSION,
-                "dtype": _dtype_name(arrays),
+                "dtype": model.dtype.name,
                 "config": config_to_json(model.config),
                 "shapes": {path: list(array.shape) for path, array in arrays.items()},
                 "narrow": {path: array.dtype.name for path, array in arrays.items() if weight_of(path)},
@@ -120,7 +117,11 @@ def restore_orbax(
     targets = stored_parameters(description, dtype)
     _check(directory, description, targets)
     if hasher is not None:
-        _hash_files(directory / WEIGHTS, hasher)
+        weights = directory / WEIGHTS
+        for file in filter(Path.is_file, sorted(weights.rglob("*"))):
+            label, status = file.relative_to(weights).as_posix(), file.stat()
+            hasher.add(file, {label: (0, status.st_size)}, status)
+            hasher.start(file, label)
     # Without a sharding, Orbax would use the saved one, whose devices may not exist here.
     default = SingleDeviceSharding(jax.devices()[0])
     wanted = {}
@@ -133,18 +134,8 @@ def restore_orbax(
             with ocp.StandardCheckpointer() as checkpointer:
                 arrays = checkpointer.restore(directory / WEIGHTS, wanted)
         except Exception as error:  # damaged files surface as errors of several libraries
-            reason = one_line(error)
-            raise CheckpointError(f"{directory / WEIGHTS}: cannot be restored ({reason})") from error
+            raise CheckpointError(f"{directory / WEIGHTS}: cannot be restored ({one_line(error)})") from error
     return HybridModel.from_parameters(description.config, arrays)
-
-
-def _hash_files(weights: Path, hasher: FileHasher) -> None:
-    for path in sorted(weights.rglob("*")):
-        status = path.stat()
-        if stat.S_ISREG(status.st_mode):
-            label = path.relative_to(weights).as_posix()
-            hasher.add(path, {label: (0, status.st_size)}, status)
-            hasher.start(path, label)
 
 
 def read_description(directory: Path) -> Description:
@@ -198,12 +189,3 @@ def _prepare(directory: Path, overwrite: bool) -> None:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"{directory}: cannot be written ({error.strerror})") from error
-
-
-def _dtype_name(arrays: Mapping[str, jax.Array]) -> str:
-    """Returns the dtype of most bytes that are not quantized."""
-    sizes: Counter[str] = Counter()
-    for path, array in arrays.items():
-        if not weight_of(path):
-            sizes[np.dtype(array.dtype).name] += array.nbytes
-    return sizes.most_common(1)[0][0]

@@ -173,6 +173,21 @@ def _explain(detail: Any) -> str:
     return f"{detail['loc'][0]}: {message[0].lower()}{message[1:]}, got {reprlib.repr(detail['input'])}"
 
 
+def yaml_assignment(option: str, text: str, form: str = "NAME=VALUE") -> tuple[str, Any]:
+    """Returns the name, and the value in YAML, of an option's text of this form.
+
+    Raises:
+        ConfigError: the text is not of this form.
+    """
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"{option} {text}: expected {form}")
+    try:
+        return name.strip(), yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{option} {text}: not a value in YAML: {' '.join(str(error).split())}") from None
+
+
 def json_value(name: str, text: str) -> Any:
     """Returns the value of a flag in JSON.
 

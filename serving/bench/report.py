@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import shlex
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -30,7 +29,7 @@ def environment(model: str, *, devices: bool = True) -> dict[str, Any]:
         found = {"device": f"{first.platform} {first.device_kind}", "devices": jax.device_count()}
     return {
         "metric": "environment",
-        "cpu": cpu_name(),
+        "cpu": _of_cpu("model name") or platform.processor() or platform.machine(),
         "instructions": cpu_instructions(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         **found,
@@ -53,11 +52,6 @@ def command_line() -> str:
     return shlex.join([program.name, *sys.argv[1:]])
 
 
-def cpu_name() -> str:
-    """The CPU's marketing name, where the system tells it."""
-    return _of_cpu("model name") or platform.processor() or platform.machine()
-
-
 def cpu_instructions() -> str:
     """Those instruction sets of the CPU that decide how fast products are; empty if the system does not list them."""
     telling = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve", "bf16", "asimd")
@@ -77,11 +71,6 @@ def _of_cpu(*names: str) -> str:
 def emit(**fields: Any) -> None:
     """One JSON line on stdout."""
     print(json.dumps(fields), flush=True)
-
-
-def median(values: Sequence[float]) -> float:
-    """The middle one: single runs on shared machines mean little."""
-    return statistics.median(values)
 
 
 def spread(values: Sequence[float]) -> float:

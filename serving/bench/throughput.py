@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import argparse
 import random
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
-from serving import LLM, ConfigError, SamplingParams
-from serving.bench.report import bars, check_plot, emit, environment, median, spread
+from serving import LLM, SamplingParams
+from serving.bench.report import bars, check_plot, emit, environment, spread
+from serving.settings import yaml_assignment
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,17 +61,10 @@ def parse_offline(parser: argparse.ArgumentParser, arguments: Sequence[str] | No
     return options
 
 
-def flag_of(option: str, text: str) -> tuple[str, str]:
-    """The name and the value of `FLAG=VALUE`. Raises `ConfigError` for a text without a value."""
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise ConfigError(f"{option} {text}: expected FLAG=VALUE")
-    return name.strip().replace("-", "_"), value
-
-
 def engine_flags(given: Sequence[str]) -> dict[str, Any]:
     """`max_num_seqs=8` and the like, values as in YAML. Raises `ConfigError` for one without a value."""
-    return {name: yaml.safe_load(value) for name, value in (flag_of("--engine", text) for text in given)}
+    assignments = (yaml_assignment("--engine", text, "FLAG=VALUE") for text in given)
+    return {name.replace("-", "_"): value for name, value in assignments}
 
 
 @dataclass(frozen=True)
@@ -117,7 +110,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     }
     for name, count in counts.items():
         each = [round(count / one.seconds, 2) for one in runs]
-        yield {"metric": name, "v": median(each), "each": each, "spread": spread(each)}
+        yield {"metric": name, "v": statistics.median(each), "each": each, "spread": spread(each)}
     yield {
         "metric": "run",
         "prompts": options.prompts,

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 from rich.console import Console
 
 from serving.cli.training.progress import training_bar, training_console, training_errors, weights_of
 from serving.config import ConfigError
+from serving.settings import yaml_assignment
 
 TOKENS = "tokens.npz"
 """The tokenized corpus, in the folder of a run."""
@@ -44,7 +44,8 @@ def train(
     if config is None and model is None:
         raise ConfigError("train: give --config (a new model) or --model (fine-tuning)")
     with training_errors(console):
-        settings = read_config(config or FINE_TUNING, _overrides(set or []))
+        overrides = dict(yaml_assignment("--set", assignment) for assignment in set or ())
+        settings = read_config(config or FINE_TUNING, overrides)
         if validation is not None:
             data = dataclasses.replace(settings.data, validation=str(validation))
             settings = dataclasses.replace(settings, data=data)
@@ -74,12 +75,13 @@ def train(
     if not run.finished:
         console.print(f"interrupted after {run.steps} steps; run the same command again to resume", markup=False)
     if model is None:
-        write_hugging_face(output / "model", start.config, run.values, settings.model, files_from=tokenizer)
+        write_hugging_face(
+            output / "model", start.config, run.values, settings.model, dtype="bfloat16", files_from=tokenizer
+        )
     else:
         # In the dtype and with the files of the original model.
-        reference = resolve(model)
-        trained = build(start.config, run.values, source_dtype(reference))
-        save_hugging_face(output / "model", trained, reference.files, overwrite=True)
+        trained = build(start.config, run.values, source_dtype(model))
+        save_hugging_face(output / "model", trained, resolve(model).files, overwrite=True)
     if (source / "heldout").is_dir():
         write_sample(source, output / "model")
     records = read_log(output / LOG)
@@ -152,13 +154,3 @@ def read_data(settings: Any, corpus: Path, tokenizer_files: Path, output: Path, 
         return batches, None
     limit = settings.validation_sequences
     return batches, validation_sequences(held_out, length=length, limit=limit, separate=separate)
-
-
-def _overrides(assignments: list[str]) -> dict[str, Any]:
-    values = {}
-    for one in assignments:
-        name, equals, value = one.partition("=")
-        if not equals:
-            raise ConfigError(f"--set {one}: expected NAME=VALUE")
-        values[name] = yaml.safe_load(value)
-    return values

@@ -123,6 +123,7 @@ def test_eval(trained, capsys):
         (["train", "--config", "{run}", "--output", "x", "--corpus", "none"], "none: no corpus"),
         (["train", "--config", "{run}", "--output", "x", "--set", "steps=0"], "steps is 0"),
         (["train", "--config", "{run}", "--output", "x", "--set", "steps"], "NAME=VALUE"),
+        (["train", "--config", "{run}", "--output", "x", "--set", "steps=["], "--set steps=[: not a value in YAML"),
     ],
 )
 def test_what_is_wrong_is_one_line(trained, capsys, monkeypatch, arguments, message):
