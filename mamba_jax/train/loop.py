@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int32
@@ -23,10 +24,10 @@ from mamba_jax.config import HybridConfig, ModelConfigError
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.modules.quantized import weight_of
 from mamba_jax.train.config import TrainConfig
-from mamba_jax.train.data import DocumentBounds
+from mamba_jax.train.data import Batches, DocumentBounds
 from mamba_jax.train.loss import Parameters, Validation, refuse_untrainable, training_loss
 from mamba_jax.train.optimizer import learning_rate, make_optimizer
-from mamba_jax.train.recipe import CHECKPOINTS, Checkpoints, TrainState
+from mamba_jax.train.recipe import CHECKPOINTS, TrainState, open_checkpoints, restore_state, save_state
 
 LOG = "log.jsonl"
 Record = dict[str, float]
@@ -34,12 +35,6 @@ Record = dict[str, float]
 
 class TrainingDiverged(RuntimeError):
     """The loss or its gradient is not finite; the last good state is on disk."""
-
-
-class StepData(Protocol):
-    """The sequences of each step; `data.Batches`. The first tokens of documents may be marked."""
-
-    def __getitem__(self, step: int) -> Int32[np.ndarray, "batch length"]: ...
 
 
 @dataclass(frozen=True)
@@ -113,7 +108,7 @@ def check_run(settings: TrainConfig, config: HybridConfig, devices: int | None =
 def train(
     settings: TrainConfig,
     config: HybridConfig,
-    batches: StepData,
+    batches: Batches,
     directory: Path,
     *,
     values: Parameters | None = None,
@@ -183,10 +178,9 @@ def train(
         return jax.tree.map(lambda new, old: jnp.where(good, new, old), changed, state), parts
 
     directory.mkdir(parents=True, exist_ok=True)
-    checkpoints = Checkpoints(directory / CHECKPOINTS)
-    try:
-        if checkpoints.latest is not None:
-            state = checkpoints.restore(state)
+    with open_checkpoints(directory / CHECKPOINTS) as checkpoints:
+        if checkpoints.latest_step() is not None:
+            state = restore_state(checkpoints, state)
         log = _Log(directory / LOG, settings, after=int(state.step), progress=progress)
         with _interruptible() as interrupted:
             step = int(state.step)
@@ -209,10 +203,8 @@ def train(
                 if due or log.is_due(step):
                     log.add(step, parts)
                 if save:
-                    checkpoints.save(state)
+                    save_state(checkpoints, state)
         return Run({**frozen, **state.values}, step, finished=step >= settings.steps)
-    finally:
-        checkpoints.close()
 
 
 def _mean_over_parts(function: Callable[..., Any], values: Parameters, parts: jax.Array) -> Any:
@@ -235,13 +227,13 @@ def _mean_over_parts(function: Callable[..., Any], values: Parameters, parts: ja
     return jax.lax.scan(add, zeros, (parts, shares))[0]
 
 
-def _stop_if_diverged(state: TrainState, step: int, checkpoints: Checkpoints) -> None:
+def _stop_if_diverged(state: TrainState, step: int, checkpoints: ocp.CheckpointManager) -> None:
     """Raises TrainingDiverged unless all steps so far are finite; first saves the state before the wrong one."""
     good = int(state.step)  # waits for the step
     if good == step:
         return
-    if checkpoints.latest != good:
-        checkpoints.save(state)
+    if checkpoints.latest_step() != good:
+        save_state(checkpoints, state)
     raise TrainingDiverged(
         f"the loss or its gradient is not finite at step {good + 1}; the state after {good} steps is saved;"
         " use a lower optimizer.learning_rate, more optimizer.warmup_steps or compute_dtype float32"

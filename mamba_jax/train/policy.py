@@ -1,15 +1,17 @@
 """Reinforcement learning by GRPO (Shao et al., 2024), which compares several answers to each prompt.
 
 The answers come from an engine that serves the same weights. The trainer uses the log-probabilities that the engine
-reports, so that training corrects for any difference between the two. The
-last part is a verifiable reward: whether a text states a result, and whether its calculations are right.
+reports, so that training corrects for any difference between the two. The last part is a verifiable reward: whether a
+text states a result, and whether its calculations are right.
 """
 
 import functools
 import math
+import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,16 +42,6 @@ class Answers:
     logprobs: Float[Array, "batch length_1"]
     """Log-probability of the next token at each position, as reported by the engine (at temperature 1)."""
     advantages: Float[Array, " batch"]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class PolicyState:
-    """The state of a run between steps."""
-
-    values: Parameters
-    """Trained weights, float32, by dotted path."""
-    optimizer: optax.OptState
 
 
 def group_advantages(rewards: Float[Array, "prompts samples"]) -> Float[Array, "prompts samples"]:
@@ -135,29 +127,31 @@ class PolicyTrainer:
         if schedule_invariant:
             check_score(config)
         self.schedule_invariant = schedule_invariant
-        own = {path: jnp.array(value, jnp.float32, copy=True) for path, value in values.items() if trained(path)}
+        self._own = {path: jnp.array(value, jnp.float32, copy=True) for path, value in values.items() if trained(path)}
         self._frozen = {path: value for path, value in values.items() if not trained(path)}
-        self._state, self._config = PolicyState(own, optimizer.init(own)), config
+        self._moments, self._config = optimizer.init(self._own), config
 
-        @functools.partial(jax.jit, donate_argnums=0, compiler_options=SCORE_OPTIONS if schedule_invariant else None)
-        def update(state: PolicyState, frozen: Parameters, answers: Answers) -> tuple[PolicyState, dict[str, Array]]:
+        options = SCORE_OPTIONS if schedule_invariant else None
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1), compiler_options=options)
+        def update(own: Parameters, moments: Any, frozen: Parameters, answers: Answers) -> Any:
             def loss(values: Parameters) -> tuple[Array, dict[str, Array]]:
                 return policy_loss(
                     {**frozen, **values}, answers, config=config, dtype=dtype, clip=clip,
                     schedule_invariant=schedule_invariant,
                 )  # fmt: skip
 
-            (_, parts), gradient = jax.value_and_grad(loss, has_aux=True)(state.values)
-            changes, moments = optimizer.update(gradient, state.optimizer, state.values)
+            (_, parts), gradient = jax.value_and_grad(loss, has_aux=True)(own)
+            changes, moments = optimizer.update(gradient, moments, own)
             parts["gradient_norm"] = optax.global_norm(gradient)
-            return PolicyState(optax.apply_updates(state.values, changes), moments), parts
+            return optax.apply_updates(own, changes), moments, parts
 
         self._update = update
 
     @property
     def values(self) -> Parameters:
         """The current weights, trained or not; the next step donates the trained ones."""
-        return {**self._frozen, **self._state.values}
+        return {**self._frozen, **self._own}
 
     def step(self, answers: Answers) -> dict[str, float]:
         """Runs one step of the optimizer and returns its figures (see `policy_loss`).
@@ -166,13 +160,13 @@ class PolicyTrainer:
             TypeError, ValueError: the answers' tokens or lengths are wrong, as for `HybridModel.hidden`.
         """
         checked_sequences(self._config, answers.tokens, answers.lengths)
-        self._state, parts = self._update(self._state, self._frozen, answers)
+        self._own, self._moments, parts = self._update(self._own, self._moments, self._frozen, answers)
         return {name: float(value) for name, value in parts.items()}
 
 
 _NUMBER = r"\d+(?:\.\d+)?"
 _EQUATION = re.compile(rf"(?<![\d.])({_NUMBER})\s*([-+*/])\s*({_NUMBER})\s*=\s*\$?({_NUMBER})(?![\d.]*\d)")
-_DO = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b, "/": lambda a, b: a / b}
+_DO = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 _RESULT = re.compile(r"####\s*-?\d")
 LEAST_EQUATIONS = 2
 """Equations that a text lacks count as wrong."""
@@ -192,8 +186,6 @@ def arithmetic_reward(text: str) -> float:
     return FOR_RESULT * bool(_RESULT.search(text)) + (1 - FOR_RESULT) * share
 
 
-def _is_right(left: str, operator: str, right: str, result: str) -> bool:
+def _is_right(left: str, sign: str, right: str, result: str) -> bool:
     a, b = float(left), float(right)
-    if operator == "/" and b == 0:
-        return False
-    return math.isclose(_DO[operator](a, b), float(result), rel_tol=0, abs_tol=0.005)
+    return (sign, b) != ("/", 0) and math.isclose(_DO[sign](a, b), float(result), rel_tol=0, abs_tol=0.005)

@@ -115,40 +115,27 @@ class TrainState:
     optimizer: Any
 
 
-class Checkpoints:
-    """The latest checkpoints of a run on disk. Incomplete checkpoints are ignored.
+def open_checkpoints(directory: Path) -> ocp.CheckpointManager:
+    """Opens the latest checkpoints of a run, without incomplete ones; creates the directory if it does not exist."""
+    options = ocp.CheckpointManagerOptions(max_to_keep=KEPT_CHECKPOINTS, create=True)
+    return ocp.CheckpointManager(directory.expanduser().resolve(), options=options)
 
-    Args:
-        directory: created if it does not exist.
+
+def save_state(checkpoints: ocp.CheckpointManager, state: TrainState) -> None:
+    """Writes a checkpoint; returns when it is on disk."""
+    checkpoints.save(int(state.step), args=ocp.args.StandardSave(state), force=True)
+    checkpoints.wait_until_finished()
+
+
+def restore_state(checkpoints: ocp.CheckpointManager, like: TrainState) -> TrainState:
+    """Returns the newest checkpoint, with the sharding of `like`.
+
+    Raises:
+        ModelConfigError: the checkpoint belongs to another model or optimizer.
     """
-
-    def __init__(self, directory: Path) -> None:
-        options = ocp.CheckpointManagerOptions(max_to_keep=KEPT_CHECKPOINTS, create=True)
-        self._manager = ocp.CheckpointManager(directory.expanduser().resolve(), options=options)
-
-    @property
-    def latest(self) -> int | None:
-        """The step of the newest checkpoint, or None."""
-        return self._manager.latest_step()
-
-    def save(self, state: TrainState) -> None:
-        """Writes a checkpoint; return when it is on disk."""
-        self._manager.save(int(state.step), args=ocp.args.StandardSave(state), force=True)
-        self._manager.wait_until_finished()
-
-    def restore(self, like: TrainState) -> TrainState:
-        """Returns the newest checkpoint, with the sharding of `like`.
-
-        Raises:
-            ModelConfigError: the checkpoint belongs to another model or optimizer.
-        """
-        targets = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
-        try:
-            return self._manager.restore(self.latest, args=ocp.args.StandardRestore(targets))
-        except (ValueError, KeyError, TypeError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise ModelConfigError(f"the run on disk does not fit this configuration ({reason})") from error
-
-    def close(self) -> None:
-        """Release the directory."""
-        self._manager.close()
+    targets = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
+    try:
+        return checkpoints.restore(checkpoints.latest_step(), args=ocp.args.StandardRestore(targets))
+    except (ValueError, KeyError, TypeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ModelConfigError(f"the run on disk does not fit this configuration ({reason})") from error

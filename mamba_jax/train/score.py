@@ -84,18 +84,12 @@ def score(
 
 def check_score(config: HybridConfig) -> None:
     """Raises ValueError where the platform, the installation or the model does not support `score`."""
-    if (reason := _unsupported(config)) is not None:
-        raise ValueError(f"score {reason}")
-
-
-def _unsupported(config: HybridConfig) -> str | None:
     if (platform := jax.default_backend()) != "cpu":
-        return f"is not supported on {platform.upper()}, only on CPU"
+        raise ValueError(f"score is not supported on {platform.upper()}, only on CPU")
     if native.WHY_MISSING is not None:
-        return f"needs the C++ operations, which are missing: {native.WHY_MISSING}"
+        raise ValueError(f"score needs the C++ operations, which are missing: {native.WHY_MISSING}")
     if name := next((one.varying_bits for one in config.recurrences if one.varying_bits), None):
-        return f"does not support the {name} of this {config.family} model"
-    return None
+        raise ValueError(f"score does not support the {name} of this {config.family} model")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

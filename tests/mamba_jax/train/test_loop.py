@@ -14,7 +14,7 @@ from mamba_jax.config import ModelConfigError
 from mamba_jax.train import loop
 from mamba_jax.train.config import DataSettings, DraftSettings, OptimizerSettings
 from mamba_jax.train.optimizer import make_optimizer
-from mamba_jax.train.recipe import CHECKPOINTS, Checkpoints
+from mamba_jax.train.recipe import CHECKPOINTS, open_checkpoints
 from tests.support.models.tiny_configs import FOR_ENGINES
 from tests.support.models.tiny_training import CONFIG, LENGTH, batches, settings
 
@@ -173,9 +173,8 @@ def test_a_loss_that_is_not_finite_stops_at_the_last_good_state(tmp_path):
     optimizer = OptimizerSettings(learning_rate=1e38, warmup_steps=0, weight_decay=0.0)
     with pytest.raises(loop.TrainingDiverged, match="not finite at step 2; the state after 1 steps is saved"):
         run(tmp_path, log_every=4, optimizer=optimizer)
-    saved = Checkpoints(tmp_path / CHECKPOINTS)
-    assert saved.latest == 1
-    saved.close()
+    with open_checkpoints(tmp_path / CHECKPOINTS) as saved:
+        assert saved.latest_step() == 1
     assert losses(tmp_path) == []
     one = run(tmp_path, steps=1, optimizer=optimizer)
     assert all(np.isfinite(np.asarray(value)).all() for value in one.values.values())
