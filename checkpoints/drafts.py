@@ -112,7 +112,7 @@ def write_with_draft_layer(
         raise CheckpointError(f"{target}: exists already and is not empty")
     tensors = TensorSet(source, prefixes=TEXT_PREFIXES)
     names = [name for name in sorted(tensors.names) if not name.startswith("mtp.")]
-    weight_map = {tensors.stored_name(name): tensors.file_of(name) for name in names}
+    weight_map = dict(map(tensors.location, names))
     added = dict(stored_tensors(config, values, only="mtp."))
     if old := sorted(name for name in tensors.names - set(added) if name.startswith("mtp.")):
         raise CheckpointError(f"{source}: has a multi-token-prediction layer of another kind ({listing(old)})")

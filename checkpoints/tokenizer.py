@@ -289,7 +289,12 @@ def load_tokenizer(ref: str | Path, *, chat_template: str | None = None) -> Toke
     tokenizer = None if directory is None else read_tokenizer(directory)
     if tokenizer is None or chat_template is None:
         return tokenizer
-    return tokenizer.with_chat_template(_template_text(chat_template))
+    if "{{" not in chat_template and "{%" not in chat_template:
+        try:
+            chat_template = read_text(Path(chat_template).expanduser())
+        except CheckpointError as error:
+            raise CheckpointError(f"chat template {error}") from None
+    return tokenizer.with_chat_template(chat_template)
 
 
 def require_tokenizer(ref: str | Path, *, chat_template: str | None = None) -> Tokenizer:
@@ -305,12 +310,3 @@ def require_tokenizer(ref: str | Path, *, chat_template: str | None = None) -> T
             "known class, so text cannot be used; give token ids instead"
         )
     return tokenizer
-
-
-def _template_text(given: str) -> str:
-    if "{{" in given or "{%" in given:
-        return given
-    try:
-        return read_text(Path(given).expanduser())
-    except CheckpointError as error:
-        raise CheckpointError(f"chat template {error}") from None

@@ -272,12 +272,6 @@ def _pairs(file: SafetensorsFile, tables: Collection[str]) -> dict[str, dict[str
     return found
 
 
-@lru_cache(maxsize=4)
-def _targets_of(config: HybridConfig) -> _Targets:
-    """Returns the targets of a model, which take a trace of it to find."""
-    return _Targets(config)
-
-
 class _Targets:
     """The dense layers and routed experts of a model, by the names of modules in its Hugging Face checkpoints."""
 
@@ -367,6 +361,9 @@ class _Targets:
         """Returns the module's name in the model's own checkpoints; `module` itself if there is none."""
         names = (module.removeprefix(prefix) for prefix in _PREFIXES)
         return next((name for name in names if f"{name}.weight" in self._names), module)
+
+
+_targets_of = lru_cache(maxsize=4)(_Targets)  # a trace of the model finds them
 
 
 def stored_rows(source: HFSource, stored: int) -> np.ndarray:

@@ -16,8 +16,8 @@ import tempfile
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from checkpoints.errors import CheckpointError
@@ -34,7 +34,7 @@ Range = tuple[int, int]
 """First byte, and the one after the last."""
 
 
-class FileHasher:
+class FileHasher(contextlib.AbstractContextManager["FileHasher"]):
     """Hashes ranges of files in a few threads. A context manager: leaving it ends the threads.
 
     Args:
@@ -49,10 +49,7 @@ class FileHasher:
         self.hashed_bytes = 0
         """Bytes hashed by this object; bytes of files with a remembered digest are not."""
 
-    def __enter__(self) -> FileHasher:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def add(self, path: Path, ranges: Mapping[str, Range], status: os.stat_result) -> None:
@@ -112,8 +109,7 @@ class FileHasher:
             try:
                 os.replace(unfinished.name, target)
             except OSError:
-                with contextlib.suppress(OSError):
-                    os.unlink(unfinished.name)
+                os.unlink(unfinished.name)
                 raise
         except OSError as error:
             log.info("the digest of %s is not saved: %s", file.path, error.strerror or error)
@@ -122,14 +118,16 @@ class FileHasher:
         return self._folder / (hashlib.sha256(os.fsencode(file.path.resolve())).hexdigest()[:32] + ".json")
 
 
+@dataclass
 class _File:
     """One file that is hashed."""
 
-    def __init__(self, path: Path, ranges: dict[str, Range], identity: list[int]) -> None:
-        self.path, self.ranges, self.identity = path, ranges, identity
-        self.known: dict[str, str] = {}
-        """Digests by label, once all are known."""
-        self.jobs: dict[str, Future[str]] = {}
+    path: Path
+    ranges: dict[str, Range]
+    identity: list[int]
+    known: dict[str, str] = field(default_factory=dict)
+    """Digests by label, once all are known."""
+    jobs: dict[str, Future[str]] = field(default_factory=dict)
 
 
 def _identity(status: os.stat_result) -> list[int]:

@@ -64,13 +64,10 @@ class TensorSet:
         """Returns the stored dtype in the spelling of the format, for example `BF16`."""
         return self._entry(name).dtype
 
-    def stored_name(self, name: str) -> str:
-        """Returns the name of a tensor in its file, with its prefix."""
-        return self._stored[name][1]
-
-    def file_of(self, name: str) -> str:
-        """Returns the name of the file that contains a tensor."""
-        return self._stored[name][0].path.name
+    def location(self, name: str) -> tuple[str, str]:
+        """Returns the name of a tensor in its file, with its prefix, and the name of that file."""
+        file, stored = self._stored[name]
+        return stored, file.path.name
 
     def view(self, name: str) -> np.ndarray:
         """Returns the tensor as a read-only view of the mapped file."""

@@ -238,10 +238,8 @@ class ChatTemplates:
         Raises:
             ChatTemplateError: there is no such template.
         """
-        if template is None:
-            name = "tool_use" if tools and "tool_use" in self._sources else "default"
-        else:
-            name = template
+        default = "tool_use" if tools and "tool_use" in self._sources else "default"
+        name = default if template is None else template
         if name not in self._sources:
             if "{{" in name or "{%" in name:  # the caller's text is compiled each time, so that no cache grows
                 return ChatTemplate(name, self._special_tokens)
@@ -338,7 +336,8 @@ def _compiled(source: str) -> jinja2.Template:
     """Returns the template, with a call at the beginning of each loop's body."""
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
     environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     tree = environment.parse(source)
     for loop in list(tree.find_all(nodes.For)):
         call = nodes.Call(nodes.Name(_TURN, "load"), [], [], None, None)
@@ -358,7 +357,3 @@ def _to_json(
 
 def _raise_exception(message: str) -> NoReturn:
     raise ChatTemplateError(f"the chat template refused the conversation: {message}")
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)

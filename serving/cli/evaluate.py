@@ -104,7 +104,6 @@ def _compare(
     from checkpoints.tokenizer import require_tokenizer
     from mamba_jax.train.corpus import text_of
     from serving.cli import measures
-    from serving.cli.measures import compare
 
     if not text.is_file():
         raise ConfigError(f"{text}: no such file; give a text file as --text")
@@ -121,7 +120,7 @@ def _compare(
     tokens = [token for each in documents for token in (*bos, *tokenizer.encode(each, add_special_tokens=False))]
     own = load_model(model, dtype="float32", quantization=quantization, progress=False)
     try:
-        result = compare(own, load_model(against, dtype="float32", progress=False), tokens)
+        result = measures.compare(own, load_model(against, dtype="float32", progress=False), tokens)
     except ValueError as error:
         raise ConfigError(f"{model} against {against}: {error}") from None
     console.print(f"{result.tokens:,} tokens of {text.name}", markup=False)

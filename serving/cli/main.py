@@ -239,7 +239,8 @@ def translate_arguments(name: str, words: Sequence[str]) -> list[str]:
                 raise ConfigError(f"config file {path}: {error}") from None
             options = _options_in(unit.words, own)
             if None in options:
-                raise ConfigError(f"config file {path}: unknown option {key!r}{did_you_mean(key, _names(own))}")
+                names = [option[2:].replace("-", "_") for option in own if option.startswith("--")]
+                raise ConfigError(f"config file {path}: unknown option {key!r}{did_you_mean(key, names)}")
             if not options & on_command_line:
                 units.append(unit)
     for each in (*units, translated):
@@ -266,10 +267,6 @@ def _config_of(words: Sequence[str]) -> tuple[str | None, list[str]]:
 def _options_in(words: Sequence[str], own: dict[str, str]) -> set[str | None]:
     """Names of the parameters that words set; None for an unknown option."""
     return {own.get(word.partition("=")[0]) for word in words if word.startswith("--") and word != "--"}
-
-
-def _names(own: dict[str, str]) -> list[str]:
-    return [option[2:].replace("-", "_") for option in own if option.startswith("--")]
 
 
 def _message(error: Any) -> str | None:

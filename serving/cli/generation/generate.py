@@ -351,22 +351,18 @@ def _texts(lines: Iterator[str], stats: AnswerStats) -> Iterator[str]:
             event = json.loads(line[6:])
             if "error" in event:
                 raise ConfigError(str(event["error"]["message"]))
-            if event.get("usage"):
-                _read_usage(event["usage"], stats)
+            if usage := event.get("usage"):
+                stats.prompt_tokens, stats.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+                stats.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+                details = usage.get("completion_tokens_details") or {}
+                stats.accepted = details.get("accepted_prediction_tokens", 0)
+                stats.drafted = stats.accepted + details.get("rejected_prediction_tokens", 0)
             texts = [str(choice["delta"].get("content") or "") for choice in event["choices"]]
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(f"the server sent an invalid event: {line[:80]}") from None
         yield from filter(None, texts)
-
-
-def _read_usage(usage: dict[str, Any], stats: AnswerStats) -> None:
-    stats.prompt_tokens, stats.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
-    stats.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-    details = usage.get("completion_tokens_details") or {}
-    stats.accepted = details.get("accepted_prediction_tokens", 0)
-    stats.drafted = stats.accepted + details.get("rejected_prediction_tokens", 0)
 
 
 def _error(body: bytes) -> str:

@@ -69,10 +69,6 @@ class Rollouts:
         advantages = np.asarray(group_advantages(jnp.asarray(rewards, jnp.float32)))
         return self._answers(outputs, advantages.reshape(-1)), float(rewards.mean())
 
-    def mean_reward(self, prompts: Sequence[Prompt], seed: int) -> float:
-        """Returns the mean reward of answers to `prompts`, without training."""
-        return self.sample(prompts, seed)[1]
-
     def _answers(self, outputs: Sequence[RequestOutput], advantages: np.ndarray) -> Answers:
         pairs = [(output.prompt_token_ids, choice) for output in outputs for choice in output.outputs]
         tokens = np.zeros((len(pairs), self.length), np.int32)

@@ -80,16 +80,16 @@ def train_grpo(
     ]
     if len(every) <= held_out:
         raise ConfigError(f"--problems {path}: {len(every)} problems are short enough, but --held-out is {held_out}")
+    config = load_config(model)
     if schedule_invariant:
-        described = load_config(model)
         try:
-            check_score(described)
+            check_score(config)
         except ValueError as error:
             raise ConfigError(f"--schedule-invariant: {error}") from None
     values: Any = {}
     with training_errors(console):
         if lora:
-            config, targets = load_config(model), tuple(name.strip() for name in target_modules.split(","))
+            targets = tuple(name.strip() for name in target_modules.split(","))
             values = new_adapter(config, target_layers(config, targets), rank=rank, alpha=alpha, seed=seed)
         length = _LONGEST_PROMPT + max_tokens
         llm = LLM(
@@ -131,13 +131,13 @@ def train_grpo(
             llm, lambda answer: arithmetic_reward(answer.text), samples=samples, max_tokens=max_tokens, length=length,
             lora_request=None if adapter is None else adapter.lora_request,
         )  # fmt: skip
-        before = rollouts.mean_reward(every[-held_out:], seed=seed)
+        _, before = rollouts.sample(every[-held_out:], seed=seed)
         console.print(f"reward on {held_out} held-out problems: {before:.3f}")
         improve(
             update, trainer, rollouts, every[:-held_out], steps=steps, prompts_per_step=prompts_per_step, seed=seed,
             progress=show,
         )  # fmt: skip
-        after = rollouts.mean_reward(every[-held_out:], seed=seed)
+        _, after = rollouts.sample(every[-held_out:], seed=seed)
     typer.echo(f"reward on {held_out} held-out problems: {before:.3f} before, {after:.3f} after {steps} steps")
     if output is None:
         return
