@@ -33,7 +33,7 @@ ALSO_VLLMS = (
     "--ssl-certfile", "--ssl-keyfile", "--tokenizer",
 )  # fmt: skip
 """Flags of vLLM that have the same meaning here."""
-OF_THE_COMMAND = {"--config", "--default-chat-template-kwargs", "--override-generation-config"}
+OF_THE_COMMAND = {"--config"}
 
 
 def table() -> str:

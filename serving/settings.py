@@ -101,6 +101,18 @@ def listed(kind: type, what: str, most: int | None = None, filled: bool = False)
     return check
 
 
+def _object(value: Any) -> Any:
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise PydanticCustomError("json", "must be valid JSON ({why})", {"why": str(error)}) from None
+    if not isinstance(found, Mapping):
+        raise PydanticCustomError("json", "must be a JSON object")
+    return found
+
+
+JsonObject = Annotated[dict[str, Any], BeforeValidator(_object)]
+"""An object, or its JSON text."""
 Integer = Annotated[int, _only(numbers.Integral, "an integer")]
 Number = Annotated[float, _only(numbers.Real, "a number")]
 

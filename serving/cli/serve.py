@@ -18,7 +18,6 @@ from serving.api.logs import set_up_logging
 from serving.cli.options import Options, with_options
 from serving.config import ConfigError, EngineConfig
 from serving.hosts.settings import HostSettings
-from serving.settings import json_object
 from serving.split.settings import RouterSettings, SplitSettings
 
 if TYPE_CHECKING:
@@ -26,15 +25,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PANEL = "Server"
-
 _SWITCH_SECONDS = 0.0005
 """How long a thread may keep the interpreter from another. Python's 5 ms are several steps of a small model, for which
 the engine's thread would wait for threads that read and answer requests."""
 
 
 @with_options(
-    Options("settings", ServerSettings, PANEL, without=("default_sampling", "default_chat_template_kwargs")),
+    Options("settings", ServerSettings, "Server", without=("default_sampling",)),
     Options("flags", EngineConfig, "Engine"),
     Options("split", SplitSettings, "Prefill/decode split"),
     Options("hosts", HostSettings, "Several hosts"),
@@ -45,31 +42,6 @@ def serve(
         str | None, typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)
     ] = None,
     *,
-    generation_config: Annotated[
-        bool,
-        typer.Option(
-            "--generation-config/--no-generation-config",
-            help="Use the checkpoint's recommended sampling parameters for fields that requests omit. [default: on]",
-            show_default=False,
-            rich_help_panel=PANEL,
-        ),
-    ] = True,
-    override_generation_config: Annotated[
-        str | None,
-        typer.Option(
-            help="JSON object of default sampling parameters that replace the checkpoint's.",
-            hidden=True,
-            rich_help_panel=PANEL,
-        ),
-    ] = None,
-    default_chat_template_kwargs: Annotated[
-        str | None,
-        typer.Option(
-            help="JSON object of default variables of the chat template, e.g. '{\"enable_thinking\": false}'.",
-            hidden=True,
-            rich_help_panel=PANEL,
-        ),
-    ] = None,
     flags: dict[str, Any],
     settings: dict[str, Any],
     split: dict[str, Any] | None = None,
@@ -81,11 +53,7 @@ def serve(
     flags = role.engine_flags | flags
     if reference is not None:
         flags["model"] = reference
-    if default_chat_template_kwargs is not None:
-        variables = json_object("--default-chat-template-kwargs", default_chat_template_kwargs)
-        settings["default_chat_template_kwargs"] = variables
-    override = json_object("--override-generation-config", override_generation_config or "{}")
-    chosen, config = resolve_settings(flags, settings, with_generation_config=generation_config, override=override)
+    chosen, config = resolve_settings(flags, settings)
     _check_tls(chosen)
     set_up_logging(chosen.log_format)
     together = HostSettings.create(**(hosts or {}))

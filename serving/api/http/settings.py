@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -14,7 +13,7 @@ from pydantic_core import PydanticCustomError
 from serving.config import ConfigError, EngineConfig
 from serving.core.errors import RequestError
 from serving.engine.requests.sampling_params import SamplingParams, recommended_sampling
-from serving.settings import Settings
+from serving.settings import JsonObject, Settings
 
 LogFormat = Literal["text", "json"]
 ToolCallForm = Literal["hermes", "jamba", "kimi_k2", "lfm2", "ling3", "nemotron", "olmo3", "qwen3_coder"]
@@ -84,7 +83,7 @@ class ServerSettings(ConnectionBounds, RequestBounds):
 
     COMMON = (
         "host", "port", "served_model_name", "api_key", "tool_call_parser", "reasoning_parser", "log_requests",
-        "ssl_keyfile", "ssl_certfile",
+        "ssl_keyfile", "ssl_certfile", "generation_config",
     )  # fmt: skip
 
     host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 serves the whole network.")
@@ -153,9 +152,14 @@ class ServerSettings(ConnectionBounds, RequestBounds):
     default_sampling: Mapping[str, Any] = Field(
         default_factory=dict, description="Sampling parameters for fields that requests omit."
     )
-
-    default_chat_template_kwargs: Mapping[str, Any] = Field(
-        default_factory=dict, description="Variables of the chat template for those that requests omit."
+    generation_config: bool = Field(
+        True, description="Use the checkpoint's recommended sampling parameters for fields that requests omit."
+    )
+    override_generation_config: JsonObject = Field(
+        {}, description="JSON object of default sampling parameters that replace the checkpoint's."
+    )
+    default_chat_template_kwargs: JsonObject = Field(
+        {}, description="JSON object of default variables of the chat template, e.g. '{\"enable_thinking\": false}'."
     )
 
     @property
@@ -180,20 +184,12 @@ class ServerSettings(ConnectionBounds, RequestBounds):
         return self
 
 
-def resolve_settings(
-    flags: dict[str, Any],
-    given: dict[str, Any],
-    *,
-    with_generation_config: bool = True,
-    override: Mapping[str, Any] = MappingProxyType({}),
-) -> tuple[ServerSettings, EngineConfig]:
+def resolve_settings(flags: dict[str, Any], given: dict[str, Any]) -> tuple[ServerSettings, EngineConfig]:
     """Returns the settings of the server and of the engine.
 
     Args:
         flags: flags from the engine's options and the config file, which may also contain server settings.
         given: server settings from the command line; they take precedence over the file. None counts as unset.
-        with_generation_config: use the checkpoint's sampling parameters.
-        override: sampling parameters that replace the checkpoint's.
 
     Raises:
         ConfigError: a value is invalid, or the model does not exist.
@@ -210,12 +206,11 @@ def resolve_settings(
     for setting, variable in _KEY_VARIABLES.items():
         if os.environ.get(variable):  # an empty variable counts as unset
             values.setdefault(setting, (os.environ[variable],))
-    if with_generation_config and "default_sampling" not in values:
-        values["default_sampling"] = recommended_sampling(config.model)
-    if override:
-        try:
-            SamplingParams(**override)
-        except RequestError as error:
-            raise ConfigError(f"--override-generation-config: {error}") from None
-        values["default_sampling"] = {**values.get("default_sampling", {}), **override}
-    return ServerSettings.create(**values), config
+    chosen = ServerSettings.create(**values)
+    recommended = chosen.generation_config and "default_sampling" not in values
+    sampling = recommended_sampling(config.model) if recommended else chosen.default_sampling
+    try:
+        SamplingParams(**chosen.override_generation_config)
+    except RequestError as error:
+        raise ConfigError(f"--override-generation-config: {error}") from None
+    return chosen.model_copy(update={"default_sampling": {**sampling, **chosen.override_generation_config}}), config

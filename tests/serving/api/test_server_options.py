@@ -97,11 +97,11 @@ def test_more_log_probabilities_than_by_default(other):
 
 
 def test_sampling_of_the_operators():
-    settings, _ = resolve_settings({}, {}, override={"temperature": 0.5, "top_k": 3})
+    settings, _ = resolve_settings({}, {"override_generation_config": {"temperature": 0.5, "top_k": 3}})
     assert settings.default_sampling["temperature"] == 0.5
     assert settings.default_sampling["top_k"] == 3
     with pytest.raises(ConfigError, match="--override-generation-config: temperature"):
-        resolve_settings({}, {}, override={"temperature": -1})
+        resolve_settings({}, {"override_generation_config": {"temperature": -1}})
     assert ServerSettings.create().allowed_origins == ()
 
 

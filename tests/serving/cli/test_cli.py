@@ -75,7 +75,7 @@ def read_lines(path: Path) -> list[dict]:
                 (f"{HOSTS} --split-secret {'0' * 16}", "(routers that follow it) does not support several hosts"),
                 ("demo --port 0 --lora-modules a=b", "lora_modules needs enable_lora or max_initial_states"),
                 ("demo --port 0 --enable-lora --lora-modules a=/nowhere", "/nowhere"),
-                ("--override-generation-config {{", "--override-generation-config is not valid JSON"),
+                ("--override-generation-config {{", "override_generation_config: must be valid JSON"),
                 ('--override-generation-config {{"top_q":1}}', "did you mean 'top_p'"),
                 ("--default-chat-template-kwargs []", "must be a JSON object"),
                 ("--ssl-keyfile key.pem", "must be given together"),
