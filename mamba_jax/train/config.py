@@ -165,14 +165,26 @@ def read_config(path: Path, overrides: Mapping[str, Any] | None = None) -> Train
                 raise ModelConfigError(f"{path}: {group} has no setting {last}")
         inner[last] = value
     try:
-        return _SETTINGS.validate_json(json.dumps(fields, default=str))
-    except pydantic.ValidationError as error:
-        raise ModelConfigError(described(error.errors()[0])) from error
+        return train_config(fields)
+    except ModelConfigError:
+        raise
     except (ValueError, TypeError) as error:  # a value within itself, or a key that is no text
         raise ModelConfigError(f"{path}: cannot be read ({error})") from error
 
 
-def described(error: Mapping[str, Any]) -> str:
+def train_config(fields: Mapping[str, Any]) -> TrainConfig:
+    """Returns the settings of a run from values by name; those of groups are mappings.
+
+    Raises:
+        ModelConfigError: fields are unknown or wrong.
+    """
+    try:
+        return _SETTINGS.validate_json(json.dumps(fields, default=str))
+    except pydantic.ValidationError as error:
+        raise ModelConfigError(_described(error.errors()[0])) from error
+
+
+def _described(error: Mapping[str, Any]) -> str:
     """Returns one line about what pydantic finds wrong."""
     name = ".".join(map(str, error["loc"]))
     if error["type"] == "unexpected_keyword_argument":

@@ -66,10 +66,10 @@ class TunixRollout(BaseRollout):
         """
         if options:
             raise ValueError(f"options {sorted(options)} are not supported by TunixRollout")
-        counts = [len(list(same)) for _, same in itertools.groupby(prompts)]
+        counts = [(prompt, len(list(same))) for prompt, same in itertools.groupby(prompts)]
         groups = [
             (prompt, min(MAX_CHOICES, count - begin))
-            for (prompt, _), count in zip(itertools.groupby(prompts), counts, strict=True)
+            for prompt, count in counts
             for begin in range(0, count, MAX_CHOICES)
         ]
         params = [self._params(rollout_config, count) for _, count in groups]

@@ -16,12 +16,11 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from checkpoints.tokenizer import Tokenizer
 from serving.api.http.apis.inputs import tokenized
 from serving.api.http.apis.text_api import TEXT_APIS, open_writer
 from serving.api.http.connection.streaming import json_of
@@ -104,23 +103,6 @@ def read_lines(path: Path) -> Iterator[Line]:
                 else:
                     fields = f"must be a JSON object, got {type(fields).__name__}"
             yield Line(number, name, fields, text)
-
-
-def batch_context(
-    tokenizer: Tokenizer | None, model: str, defaults: Mapping[str, Any], *, max_model_len: int
-) -> ResponseContext:
-    """Returns what lines are read and responses written with.
-
-    Args:
-        tokenizer: the model's tokenizer; None if it has none.
-        model: the model's name in responses.
-        defaults: sampling parameters for fields that lines omit.
-        max_model_len: the model's maximum length.
-    """
-    return ResponseContext(
-        TextCodec(tokenizer, max_model_len), model, ServerSettings.create(default_sampling=defaults),
-        tool_calls=form_of(tokenizer), reasoning=reasoning_marks(tokenizer),
-    )  # fmt: skip
 
 
 class BatchLines:
@@ -223,9 +205,11 @@ def run_batch(
     engine = llm.front
     ahead = 2 * llm.config.max_num_seqs * llm.config.data_parallel_size
     lines = read_lines(source)
-    name = Path(llm.config.model).name
-    context = batch_context(llm.tokenizer, name, defaults, max_model_len=llm.engine.max_model_len)
-    context = replace(context, marks=llm.engine.loop.scheduler.config.caching)
+    context = ResponseContext(
+        TextCodec(llm.tokenizer, llm.engine.max_model_len), Path(llm.config.model).name,
+        ServerSettings.create(default_sampling=defaults), tool_calls=form_of(llm.tokenizer),
+        reasoning=reasoning_marks(llm.tokenizer), marks=llm.engine.loop.scheduler.config.caching,
+    )  # fmt: skip
     reader = BatchLines(context, defaults)
     with naming(target), batch_output.opened(target, prepared) as (out, answered):
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from serving.cli.training.progress import training_bar, training_console, training_errors, weights_of
+from serving.cli.training.progress import training_bar, training_console, weights_of
 from serving.config import ConfigError
 from serving.settings import yaml_assignment
+
+if TYPE_CHECKING:
+    from checkpoints.load import LoadedWeights
 
 TOKENS = "tokens.npz"
 """The tokenized corpus, in the folder of a run."""
@@ -43,45 +45,43 @@ def train(
     console = training_console(None)
     if config is None and model is None:
         raise ConfigError("train: give --config (a new model) or --model (fine-tuning)")
-    with training_errors(console):
-        overrides = dict(yaml_assignment("--set", assignment) for assignment in set or ())
-        settings = read_config(config or FINE_TUNING, overrides)
-        if validation is not None:
-            data = dataclasses.replace(settings.data, validation=str(validation))
-            settings = dataclasses.replace(settings, data=data)
+    overrides = dict(yaml_assignment("--set", assignment) for assignment in set or ())
+    if validation is not None:
+        overrides["data.validation"] = str(validation)
+    settings = read_config(config or FINE_TUNING, overrides)
     source = corpus if corpus is not None else Path(settings.data.corpus)
     # A run whose corpus was removed continues with the tokens in its folder.
     has_corpus = corpus is not None or source.exists() or not (output / TOKENS).is_file()
     digest = corpus_digest(source) if has_corpus else None
-    with training_errors(console):
-        start = _Start(config_from_hf(settings.model)) if model is None else _existing_model(model, settings)
-        check_run(settings, start.config)
-        if has_corpus:
-            check_sources(source, settings.data)
-        keep_recipe(output, settings, corpus_digest=digest, model=start.digest)
-    tokenizer = start.tokenizer or output / "tokenizer"
-    if start.tokenizer is None and not (tokenizer / "tokenizer.json").is_file():
+    loaded = None if model is None else _existing_model(model, settings)
+    described = config_from_hf(settings.model) if loaded is None else loaded.model.config
+    values = None if loaded is None else weights_of(loaded.model)
+    check_run(settings, described)
+    if has_corpus:
+        check_sources(source, settings.data)
+    keep_recipe(output, settings, corpus_digest=digest, model=None if loaded is None else loaded.digest)
+    tokenizer = output / "tokenizer" if model is None else resolve(model).files
+    if model is None and not (tokenizer / "tokenizer.json").is_file():
         with console.status("Training the tokenizer"):
-            write_tokenizer(source, tokenizer, start.config.vocab_size)
-    with training_errors(console):
-        batches, held_out = read_data(settings, source, tokenizer, output, console)
-        with training_bar(settings.steps, console) as show:
-            # Muon normalizes gradients, so parameters without a loss must be excluded or they would drift.
-            drafting = bool(settings.drafts.depth_weights)
-            run = run_training(
-                settings, start.config, batches, output, values=start.values, validation=held_out, progress=show,
-                trained=lambda path: drafting or not path.startswith(DRAFT_LAYER),
-            )  # fmt: skip
+            write_tokenizer(source, tokenizer, described.vocab_size)
+    batches, held_out = read_data(settings, source, tokenizer, output, console)
+    with training_bar(settings.steps, console) as show:
+        # Muon normalizes gradients, so parameters without a loss must be excluded or they would drift.
+        drafting = bool(settings.drafts.depth_weights)
+        run = run_training(
+            settings, described, batches, output, values=values, validation=held_out, progress=show,
+            trained=lambda path: drafting or not path.startswith(DRAFT_LAYER),
+        )  # fmt: skip
     if not run.finished:
         console.print(f"interrupted after {run.steps} steps; run the same command again to resume", markup=False)
     if model is None:
         write_hugging_face(
-            output / "model", start.config, run.values, settings.model, dtype="bfloat16", files_from=tokenizer
+            output / "model", described, run.values, settings.model, dtype="bfloat16", files_from=tokenizer
         )
     else:
         # In the dtype and with the files of the original model.
-        trained = build(start.config, run.values, source_dtype(model))
-        save_hugging_face(output / "model", trained, resolve(model).files, overwrite=True)
+        trained = build(described, run.values, source_dtype(model))
+        save_hugging_face(output / "model", trained, tokenizer, overwrite=True)
     if (source / "heldout").is_dir():
         write_sample(source, output / "model")
     records = read_log(output / LOG)
@@ -93,32 +93,17 @@ def train(
     sys.stdout.flush()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Start:
-    """The initial model of a run."""
-
-    config: Any
-    values: dict[str, Any] | None = None
-    """Weights by dotted path; None: random ones."""
-    tokenizer: Path | None = None
-    """Directory of the tokenizer; None: the run's own."""
-    digest: str | None = None
-    """Digest of the weights."""
-
-
-def _existing_model(ref: str, settings: Any) -> _Start:
+def _existing_model(ref: str, settings: Any) -> LoadedWeights:
     from checkpoints.load import load_weights
     from checkpoints.resolve import resolve
     from checkpoints.tokenizer import require_tokenizer
 
     if settings.model:
         raise ConfigError("--model gives the architecture: remove `model` from the config file")
-    files = resolve(ref).files
-    if not (files / "config.json").is_file():
+    if not (resolve(ref).files / "config.json").is_file():
         raise ConfigError(f"--model {ref}: has no config.json; convert it with `mamba-jax convert --form hugging-face`")
     require_tokenizer(ref)
-    weights = load_weights(ref, dtype="float32")
-    return _Start(weights.model.config, weights_of(weights.model), files, weights.digest)
+    return load_weights(ref, dtype="float32")
 
 
 def read_data(settings: Any, corpus: Path, tokenizer_files: Path, output: Path, console: Console) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ import typer
 from pydantic import Field
 
 from serving.cli.options import Options, with_options
-from serving.cli.training.progress import finished, run_folder, training_console, training_errors, weights_of
+from serving.cli.training.progress import finished, run_folder, training_console, weights_of
 from serving.settings import Settings
 
 _MODEL = typer.Option(help="Model that is adapted: a Hugging Face directory with a tokenizer, or demo.")
@@ -122,7 +122,7 @@ def _train(
     from checkpoints.text.training_data import corpus_digest
     from checkpoints.tokenizer import require_tokenizer
     from mamba_jax.train.additions import is_trained
-    from mamba_jax.train.config import DataSettings, DraftSettings, OptimizerSettings, TrainConfig
+    from mamba_jax.train.config import train_config
     from mamba_jax.train.loop import check_run
     from mamba_jax.train.loss import DRAFT_LAYER, Validation
     from mamba_jax.train.recipe import keep_recipe
@@ -132,19 +132,17 @@ def _train(
     require_tokenizer(model)
     files, weights = resolve(model).files, load_weights(model, dtype="float32")
     config = dataclasses.replace(weights.model.config, mtp_pattern="")
-    with training_errors(console), run_folder(run) as directory:
+    with run_folder(run) as directory:
         values = {path: leaf for path, leaf in weights_of(weights.model).items() if not path.startswith(DRAFT_LAYER)}
         values |= start(config)
-        optimizer = OptimizerSettings(
-            learning_rate=options.learning_rate, warmup_steps=min(20, options.steps // 5), weight_decay=weight_decay
-        )
-        settings = TrainConfig(
-            data=DataSettings(held_out=options.held_out, separate_documents=separate),
-            optimizer=optimizer,
-            drafts=DraftSettings(depth_weights=()),
-            validate_every=options.steps,
+        rate, warmup = options.learning_rate, min(20, options.steps // 5)
+        settings = train_config({
+            "data": {"held_out": options.held_out, "separate_documents": separate},
+            "optimizer": {"learning_rate": rate, "warmup_steps": warmup, "weight_decay": weight_decay},
+            "drafts": {"depth_weights": ()},
+            "validate_every": options.steps,
             **options.model_dump(exclude={"learning_rate", "held_out"}),
-        )
+        })  # fmt: skip
         devices = jax.devices()[: math.gcd(settings.batch_size, len(jax.devices()))]
         check_run(settings, config, len(devices))
         if run is not None:
@@ -196,7 +194,7 @@ def train_mtp(
     from checkpoints.load import load_config, load_model
     from checkpoints.text.training_data import corpus_digest, load_streams, shares_of
     from checkpoints.tokenizer import require_tokenizer
-    from mamba_jax.train.config import DataSettings, DraftSettings, OptimizerSettings, TrainConfig
+    from mamba_jax.train.config import train_config
     from mamba_jax.train.data import Batches, read_streams, save_streams
     from mamba_jax.train.loop import check_run
     from mamba_jax.train.loss import DRAFT_LAYER
@@ -207,46 +205,37 @@ def train_mtp(
     chosen = TrainingOptions.create(**{"steps": 500, "sequence_length": 512, "learning_rate": 2e-3} | options)
     seed, tokenizer = chosen.seed, require_tokenizer(model)
     raw, config = with_draft_layer(model, pattern or load_config(model).mtp_pattern or "*-")
-    with training_errors(console):
-        values = weights_of(load_model(model))
+    values = weights_of(load_model(model))
     start = begun_draft_layer(config, values, seed)
     if not anew:
         start |= {path: value for path, value in values.items() if path in start}
     values = {path: value for path, value in values.items() if not path.startswith(DRAFT_LAYER)} | start
-    with training_errors(console):
-        settings = TrainConfig(
-            data=DataSettings(),
-            optimizer=OptimizerSettings(
-                name="muon",
-                learning_rate=chosen.learning_rate,
-                warmup_steps=min(50, chosen.steps // 5),
-                schedule="stable",
-                decay_steps=chosen.steps // 2,
-                weight_decay=0.01,
-            ),
-            drafts=DraftSettings(depth_weights=_DEPTH_WEIGHTS[:depth], targets="model", detach=True),
-            **chosen.model_dump(exclude={"learning_rate", "held_out"}),
-        )
-        check_run(settings, config)
-        if run is not None:
-            keep_recipe(run, settings, corpus_digest=corpus_digest(data), model=str(model), rollouts=str(rollouts))
-        with console.status("Tokenizing"):
-            streams = load_streams(data, tokenizer, settings.data)
-        shares = shares_of(streams, settings.data)
-        if rollouts:
-            kept = None if run is None else run / "rollouts.npz"
-            if kept is not None and kept.is_file():
-                streams |= read_streams(kept)
-            else:
-                with console.status("Generating text"):
-                    streams["rollouts"] = own_text(model, streams, shares, tokens=rollouts, seed=seed)
-                if kept is not None:
-                    kept.parent.mkdir(parents=True, exist_ok=True)
-                    save_streams(kept, {"rollouts": streams["rollouts"]})
-            shares = shares | {"rollouts": sum(shares.values())}
-        length = chosen.sequence_length + 1
-        batches = Batches(streams, shares, batch_size=chosen.batch_size, length=length, seed=seed)
-        trained = lambda path: path.startswith(DRAFT_LAYER)  # noqa: E731
-        done = finished(run, settings, config, batches, console, values=values, trained=trained, model_weight=0.0)
+    optimizer = {"name": "muon", "learning_rate": chosen.learning_rate, "warmup_steps": min(50, chosen.steps // 5)}
+    settings = train_config({
+        "optimizer": optimizer | {"schedule": "stable", "decay_steps": chosen.steps // 2, "weight_decay": 0.01},
+        "drafts": {"depth_weights": _DEPTH_WEIGHTS[:depth], "targets": "model", "detach": True},
+        **chosen.model_dump(exclude={"learning_rate", "held_out"}),
+    })  # fmt: skip
+    check_run(settings, config)
+    if run is not None:
+        keep_recipe(run, settings, corpus_digest=corpus_digest(data), model=str(model), rollouts=str(rollouts))
+    with console.status("Tokenizing"):
+        streams = load_streams(data, tokenizer, settings.data)
+    shares = shares_of(streams, settings.data)
+    if rollouts:
+        kept = None if run is None else run / "rollouts.npz"
+        if kept is not None and kept.is_file():
+            streams |= read_streams(kept)
+        else:
+            with console.status("Generating text"):
+                streams["rollouts"] = own_text(model, streams, shares, tokens=rollouts, seed=seed)
+            if kept is not None:
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                save_streams(kept, {"rollouts": streams["rollouts"]})
+        shares = shares | {"rollouts": sum(shares.values())}
+    length = chosen.sequence_length + 1
+    batches = Batches(streams, shares, batch_size=chosen.batch_size, length=length, seed=seed)
+    trained = lambda path: path.startswith(DRAFT_LAYER)  # noqa: E731
+    done = finished(run, settings, config, batches, console, values=values, trained=trained, model_weight=0.0)
     write_with_draft_layer(model, output, raw, config, done.values)
     console.print(f"{output}", markup=False)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from serving.cli.options import check_replaceable
-from serving.cli.training.progress import training_console, training_errors, weights_of
+from serving.cli.training.progress import training_console, weights_of
 from serving.config import ConfigError
 
 _LONGEST_PROMPT = 96
@@ -87,16 +87,15 @@ def train_grpo(
         except ValueError as error:
             raise ConfigError(f"--schedule-invariant: {error}") from None
     values: Any = {}
-    with training_errors(console):
-        if lora:
-            targets = tuple(name.strip() for name in target_modules.split(","))
-            values = new_adapter(config, target_layers(config, targets), rank=rank, alpha=alpha, seed=seed)
-        length = _LONGEST_PROMPT + max_tokens
-        llm = LLM(
-            model, dtype="float32", max_model_len=length + 1, max_num_seqs=64, state_block_size=128, tile_size=32,
-            enable_lora=lora, max_loras=1, max_lora_rank=rank, schedule_invariant=schedule_invariant,
-        )  # fmt: skip
-        values |= weights_of(llm.model)
+    if lora:
+        targets = tuple(name.strip() for name in target_modules.split(","))
+        values = new_adapter(config, target_layers(config, targets), rank=rank, alpha=alpha, seed=seed)
+    length = _LONGEST_PROMPT + max_tokens
+    llm = LLM(
+        model, dtype="float32", max_model_len=length + 1, max_num_seqs=64, state_block_size=128, tile_size=32,
+        enable_lora=lora, max_loras=1, max_lora_rank=rank, schedule_invariant=schedule_invariant,
+    )  # fmt: skip
+    values |= weights_of(llm.model)
     rate = learning_rate if learning_rate is not None else 1e-3 if lora else 3e-4
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate, b2=0.99))
     trainer = PolicyTrainer(
