@@ -4,7 +4,7 @@ recommends; and a `HybridConfig` as JSON, for checkpoints of our own."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -121,20 +121,16 @@ def read_generation_config(directory: Path, overrides: Mapping[str, Any] | None 
         eos = read_text_fields(directory, overrides).get("eos_token_id") if has_config else None
     # `do_sample: false` means greedy decoding. The other fields are then the library's defaults and have no effect.
     greedy = fields.get("do_sample") is False
-    own = Fields(fields)
-
-    def told(read: Callable[[str, Any], Any], name: str) -> Any:
-        return None if own.given(name) is None else read(name, 0)
-
+    own: Any = Fields(fields)  # whose defaults may be None
     try:
         return GenerationConfig(
             eos_token_ids=tuple(dict.fromkeys(Fields({"eos_token_id": eos}).tokens("eos_token_id", None))),
-            temperature=0.0 if greedy else told(own.number, "temperature"),
-            top_p=told(own.number, "top_p"),
-            top_k=told(own.integer, "top_k"),
-            min_p=told(own.number, "min_p"),
-            repetition_penalty=told(own.number, "repetition_penalty"),
-            max_new_tokens=told(own.integer, "max_new_tokens"),
+            temperature=0.0 if greedy else own.number("temperature", None),
+            top_p=own.number("top_p", None),
+            top_k=own.integer("top_k", None),
+            min_p=own.number("min_p", None),
+            repetition_penalty=own.number("repetition_penalty", None),
+            max_new_tokens=own.integer("max_new_tokens", None),
         )
     except ModelConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error

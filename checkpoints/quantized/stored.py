@@ -10,6 +10,8 @@ from typing import Protocol
 import ml_dtypes
 import numpy as np
 
+from checkpoints.tensors.tensor_set import TensorSet
+
 BF16 = np.dtype(ml_dtypes.bfloat16)
 FP4 = np.dtype(ml_dtypes.float4_e2m1fn)
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -27,7 +29,7 @@ class InvalidTensor(Exception):
 
 
 class Tensors(Protocol):
-    """Stored tensors by name: `TensorSet`, or tensors in memory."""
+    """Tensors by name: those of files, with or without quantized ones, or arrays in memory."""
 
     @property
     def names(self) -> set[str]:
@@ -41,13 +43,6 @@ class Tensors(Protocol):
 
     def release(self, name: str) -> None:
         """Releases a tensor after the last use of its values."""
-
-
-class TypedTensors(Tensors, Protocol):
-    """Stored tensors whose dtypes are known as files spell them."""
-
-    def dtype(self, name: str) -> str:
-        """Its dtype, for example `BF16`."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +95,7 @@ Shapes = Callable[[], Mapping[str, tuple[int, ...]]]
 class Module:
     """The tensors of one quantized module: `NAME.weight` and its companions. Records which were used."""
 
-    def __init__(self, tensors: TypedTensors, name: str, *, fused: bool = False, wide: Shapes = dict) -> None:
+    def __init__(self, tensors: TensorSet, name: str, *, fused: bool = False, wide: Shapes = dict) -> None:
         """`fused`: the weight is the tensor `NAME`, of all experts, with companions such as `NAME_scale_inv`.
         `wide`: returns the shapes of the model's weights by name, as far as they are known."""
         self.tensors, self.name, self._fused, self.wide = tensors, name, fused, wide

@@ -11,7 +11,8 @@ import numpy as np
 from checkpoints.errors import CheckpointError, listing
 from checkpoints.quantized import bitsandbytes, floats, integers
 from checkpoints.quantized.description import AWQ, GPTQ, Quantization
-from checkpoints.quantized.stored import InvalidTensor, Module, Shapes, StoredWeight, TypedTensors
+from checkpoints.quantized.stored import InvalidTensor, Module, Shapes, StoredWeight
+from checkpoints.tensors.tensor_set import TensorSet
 
 _Reader = Callable[[Module, Quantization], StoredWeight]
 _PACKED = {"U8": floats.fp4, "I32": integers.pack_quantized}
@@ -33,7 +34,7 @@ class LogicalTensors:
         CheckpointError: parts of quantized weights are missing, left over or of the wrong shape; it names them.
     """
 
-    def __init__(self, where: str, tensors: TypedTensors, how: Quantization | None, wide: Shapes = dict) -> None:
+    def __init__(self, where: str, tensors: TensorSet, how: Quantization | None, wide: Shapes = dict) -> None:
         self._tensors = tensors
         self.quantized: dict[str, StoredWeight] = {}
         """The quantized weights by logical name."""
@@ -98,7 +99,7 @@ def by_place(quantized: Iterable[tuple[str, str]]) -> str:
     )
 
 
-def _read(tensors: TypedTensors, name: str, how: Quantization | None, wide: Shapes) -> tuple[str, StoredWeight] | None:
+def _read(tensors: TensorSet, name: str, how: Quantization | None, wide: Shapes) -> tuple[str, StoredWeight] | None:
     """The quantized weight whose values a tensor contains, with its logical name; None if it contains none."""
     parent, _, suffix = name.rpartition(".")
     module, logical, kind = Module(tensors, parent, wide=wide), f"{parent}.weight", tensors.dtype(name)

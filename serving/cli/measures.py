@@ -163,9 +163,7 @@ def compare(
 @jax.jit
 def _compare(
     model: HybridModel, reference: HybridModel, tokens: Int[Array, "batch window"], lengths: Int[Array, " batch"]
-) -> tuple[
-    Float[Array, "batch window"], Float[Array, "batch window"], Float[Array, "batch rest"], Float[Array, "batch rest"]
-]:
+) -> tuple[Float[Array, "batch _"], ...]:
     """Returns divergence and agreement for each token, and both models' negative log-likelihoods for each next
     token."""
     own, right = (jax.nn.log_softmax(each(tokens, lengths)) for each in (model, reference))
