@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -133,20 +133,23 @@ def new_parameters(
             "weights that a checkpoint has stored quantized cannot be replaced: load a wide one, with quantization=..."
         )
     wide = abstract_parameters(config, jnp.float32)
-    sources, ignored = _sources(config, wide, tensors.names)
+    # A few names, such as lm_head.weight, are the same in both.
+    ours = 2 * len(tensors.names & wide.keys()) > len(tensors.names)
+    sources = {path: HFSource((path,)) for path in wide} if ours else weight_names(config)
     wide = {
         path: jax.ShapeDtypeStruct(leaf.shape, getattr(held.get(path), "dtype", leaf.dtype))
         for path, leaf in wide.items()
     }
     if partial:
-        wide = {path: leaf for path, leaf in wide.items() if _names(sources[path]) & tensors.names}
+        spellings = ((path, each) for path, source in sources.items() for each in (source, *source.alternatives))
+        given = {path for path, each in spellings if tensors.names & {*each.names}}
+        wide = {path: leaf for path, leaf in wide.items() if path in given}
     if not wide:
         raise CheckpointError(f"{_WHERE}: there are none")
-    found = match_sources(_WHERE, tensors, wide, sources, ignored)
+    found = match_sources(_WHERE, tensors, wide, sources, () if ours else ignored(config))
     if quantization is None:
         return _place(found, wide, held, tensors, None, {})
     selection = Selection(config, weight_names(config), quantization, quantization_exclude)
-    ours = all(source.names == (path,) for path, source in found.items())
     together = _together(config, tensors, wide, selection) if ours else {}
     _check_finite(tensors, {name for source in found.values() for name in source.names})
     return _place(found, wide, held, tensors, selection, together)
@@ -241,20 +244,6 @@ def _moved(
     if given is None:
         return None
     return jax.device_put(given.reshape(target.shape).astype(target.dtype), target.sharding, may_alias=False)
-
-
-def _sources(
-    config: HybridConfig, paths: Collection[str], names: Set[str]
-) -> tuple[Mapping[str, HFSource], tuple[str, ...]]:
-    """Returns the source of each parameter under the given names, and the patterns of tensors that may be left over."""
-    # A few names, such as lm_head.weight, are the same in both.
-    if 2 * len(names & set(paths)) > len(names):
-        return {path: HFSource((path,)) for path in paths}, ()
-    return weight_names(config), ignored(config)
-
-
-def _names(source: HFSource) -> set[str]:
-    return {name for each in (source, *source.alternatives) for name in each.names}
 
 
 def _kind(array: Any) -> str:

@@ -83,7 +83,10 @@ def rollout(
     batch, length = tokens.shape
     layout = RolloutLayout.of(batch, length)
     embedded = model.draft_embedded(tokens.reshape(-1))
-    kv = _no_keys(model.config, batch * length, hidden.dtype)
+    kv: tuple[Array, ...] = ()
+    if count := model.config.num_mtp_attention_layers:
+        kv2, head_dim = need(model.config.attention).state()[0].shape
+        kv = (jnp.zeros((0, 2, batch * length, kv2 // 2, head_dim), hidden.dtype),) * count
     passes = []
     for _ in range(depth):
         before = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
@@ -91,14 +94,6 @@ def rollout(
         hidden, kv = flat.reshape(hidden.shape), new if new is not None else kv
         passes.append(hidden)
     return passes
-
-
-def _no_keys(config: HybridConfig, tokens: int, dtype: jnp.dtype) -> tuple[Array, ...]:
-    """Returns the state of the layer's attentions before the first pass."""
-    if not config.num_mtp_attention_layers:
-        return ()
-    kv2, head_dim = need(config.attention).state()[0].shape
-    return (jnp.zeros((0, 2, tokens, kv2 // 2, head_dim), dtype),) * config.num_mtp_attention_layers
 
 
 Parameters = dict[str, Array]

@@ -35,7 +35,7 @@ def evaluate(
     from checkpoints.load import load_config, load_model
     from checkpoints.resolve import resolve
     from checkpoints.tokenizer import require_tokenizer
-    from mamba_jax.train.corpus import SAMPLE_PROBLEMS, SAMPLE_TEXT, problem_prompt
+    from mamba_jax.train.corpus import SAMPLE_PROBLEMS, SAMPLE_TEXT, problem_prompt, read_documents
     from serving.cli import measures
     from serving.engine.llm import LLM
     from serving.engine.requests.sampling_params import SamplingParams
@@ -51,9 +51,8 @@ def evaluate(
     for name in (SAMPLE_PROBLEMS, SAMPLE_TEXT):
         if not (directory / name).is_file():
             raise ConfigError(f"no {name} in {directory}; give a directory with held-out text and problems as --data")
-    texts = measures.read_some(directory / SAMPLE_TEXT, None)
-    needs = ("question", "answer", "result")
-    tasks = measures.read_some(directory / SAMPLE_PROBLEMS, problems, needs=needs)
+    texts = list(read_documents(directory / SAMPLE_TEXT))
+    tasks = list(read_documents(directory / SAMPLE_PROBLEMS, needs=("question", "answer", "result")))[:problems]
     if not (texts and tasks):
         raise ConfigError(f"{directory / (SAMPLE_PROBLEMS if texts else SAMPLE_TEXT)}: no documents; --data needs some")
     tokenizer = require_tokenizer(model)
@@ -102,7 +101,7 @@ def _compare(
     """Compares the model's predictions with those of `against`, both in float32."""
     from checkpoints.load import load_model
     from checkpoints.tokenizer import require_tokenizer
-    from mamba_jax.train.corpus import text_of
+    from mamba_jax.train.corpus import read_documents, text_of
     from serving.cli import measures
 
     if not text.is_file():
@@ -110,7 +109,7 @@ def _compare(
     tokenizer = require_tokenizer(against)
     try:
         documents = (
-            [text_of(document) for document in measures.read_some(text, None)]
+            [text_of(document) for document in read_documents(text)]
             if text.suffix == ".jsonl"
             else [text.read_text(encoding="utf-8")]
         )

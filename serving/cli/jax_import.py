@@ -26,7 +26,9 @@ def import_jax(memory_utilization: float | None = None) -> None:
     applies.
     """
     reserve_gpu_memory(memory_utilization or EngineConfig.model_fields["memory_utilization"].default)
-    libraries = _plugin_libraries()
+    spec = importlib.util.find_spec("jax_plugins")  # the shared libraries of the installed CUDA plugins for JAX
+    folders = (spec.submodule_search_locations or ()) if spec is not None else ()
+    libraries = sorted(library for folder in folders for library in Path(folder).glob("xla_cuda*/*.so"))
     if "jax" in sys.modules or not libraries or any(map(os.path.exists, _DRIVER_FILES)):
         return
     stderr = os.dup(2)
@@ -48,10 +50,3 @@ def import_jax(memory_utilization: float | None = None) -> None:
             for line in file.read().decode(errors="replace").splitlines(keepends=True):
                 if not any(noise in line for noise in _NOISE):
                     sys.stderr.write(line)
-
-
-def _plugin_libraries() -> list[Path]:
-    """Returns the shared libraries of the installed CUDA plugins for JAX."""
-    spec = importlib.util.find_spec("jax_plugins")
-    folders = (spec.submodule_search_locations or ()) if spec is not None else ()
-    return sorted(library for folder in folders for library in Path(folder).glob("xla_cuda*/*.so"))

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from checkpoints.tokenizer import Tokenizer
 from mamba_jax.model import HybridModel
-from mamba_jax.train.corpus import Document, read_documents, text_of
+from mamba_jax.train.corpus import Document, text_of
 from mamba_jax.train.score import sequence_logprobs
 from serving.engine.stats import DraftStats
 
@@ -27,12 +26,6 @@ MTP_DRAFTS: Mapping[str, Any] = {"speculative_method": "mtp", "num_speculative_t
 _RESULT = re.compile(r"####\s*(-?[\d.,]+)")
 _BATCH = 8
 _logprobs = jax.jit(sequence_logprobs)
-
-
-def read_some(path: Path, count: int | None, *, needs: tuple[str, ...] = ()) -> list[Document]:
-    """Returns the first documents of a file; all of them if `count` is None. `needs`: as in `read_documents`."""
-    documents = list(read_documents(path, needs=needs))
-    return documents if count is None else documents[:count]
 
 
 def bits_per_byte(model: HybridModel, tokenizer: Tokenizer, documents: Iterable[Document]) -> float:

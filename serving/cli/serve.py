@@ -134,7 +134,6 @@ def _run(
 ) -> None:
     """Runs the server until it is stopped. `group`: the hosts that this one leads."""
     from serving.api.http.app import make_server, startup_lines
-    from serving.api.http.context import Context
     from serving.hosts.host import Leader
     from serving.split.http.roles import role_of
 
@@ -147,12 +146,9 @@ def _run(
         if leader is not None:
             leader.wait_until_ready()
 
-    def on_ready(_: Context) -> None:
-        log.info("ready after %.1f s", time.monotonic() - begin)
-
     server, context, built = make_server(
         settings, config, open_role=role_of(role, config, settings, listening), led=group is not None,
-        on_compiled=on_compiled, on_ready=on_ready,
+        on_compiled=on_compiled, on_ready=lambda _: log.info("ready after %.1f s", time.monotonic() - begin),
     )  # fmt: skip
     for line in startup_lines(built, settings, f"{scheme}://{address}:{port}"):
         log.info(line)

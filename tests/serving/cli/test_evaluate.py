@@ -12,7 +12,7 @@ import pytest
 from checkpoints import load_model
 from checkpoints.resolve import resolve
 from checkpoints.tokenizer import require_tokenizer
-from mamba_jax.train.corpus import SAMPLE_PROBLEMS, SAMPLE_TEXT, problem_prompt
+from mamba_jax.train.corpus import SAMPLE_PROBLEMS, SAMPLE_TEXT, problem_prompt, read_documents
 from serving import LLM, SamplingParams
 from serving.cli import measures
 from serving.cli.main import run
@@ -92,8 +92,8 @@ def model():
 @pytest.mark.full
 @pytest.mark.parametrize("source", ["austen", "python_docs", "maths"])
 def test_bits_per_byte(source):
-    texts = measures.read_some(DEMO / SAMPLE_TEXT, None)
-    problems = measures.read_some(DEMO / SAMPLE_PROBLEMS, None)
+    texts = list(read_documents(DEMO / SAMPLE_TEXT))
+    problems = list(read_documents(DEMO / SAMPLE_PROBLEMS))
     documents = problems if source == "maths" else [d for d in texts if d["id"].startswith(source + ":")]
     found = measures.bits_per_byte(model(), require_tokenizer("demo"), documents)
     assert found == pytest.approx(FIGURES["bits_per_byte"][source], rel=0.01)
@@ -102,7 +102,7 @@ def test_bits_per_byte(source):
 @pytest.mark.full
 @pytest.mark.parametrize("drafts", [slow(False), True])
 def test_the_same_problems_are_answered(drafts):
-    problems = measures.read_some(DEMO / SAMPLE_PROBLEMS, SIXTEEN)
+    problems = list(read_documents(DEMO / SAMPLE_PROBLEMS))[:SIXTEEN]
     flags = measures.MTP_DRAFTS if drafts else {}
     with few_programs(shared_programs):
         llm = LLM("demo", dtype="float32", max_num_seqs=SIXTEEN, max_model_len=512, warmup=False, **flags)
