@@ -47,17 +47,17 @@ def hub(tmp_path):
     stand_in.close()
 
 
-def variables(hub, home, **more):
-    return {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(home), **more}
+def python(hub, home, *words, **more):
+    """What a process of Python with these variables prints."""
+    variables = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(home), **more}
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=ROOT, env=variables)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def told(hub, home, *calls, **more):
     """What `local` gives for each call, in a process with these variables."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(calls)],
-        capture_output=True, text=True, cwd=ROOT, env=variables(hub, home, **more), check=True,
-    )  # fmt: skip
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(python(hub, home, "-c", PROGRAM, json.dumps(calls), **more).splitlines()[-1])
 
 
 def test_what_is_a_hubs_name(tmp_path, monkeypatch):
@@ -105,37 +105,26 @@ def test_downloads_and_refusals(hub, tmp_path):
 @pytest.mark.full
 def test_the_program(hub, tmp_path):
     """A prompt is continued by a model from the hub; a server would have the hub's name for it."""
-    line = [sys.executable, "-m", "serving.cli", "generate", "Tom has", "--model", NAME, "--revision", "main"]
-    few = ["--max-tokens", "4", "--max-model-len", "128"]
-    environment = variables(hub, tmp_path / "home")
-    done = subprocess.run([*line, *few], capture_output=True, text=True, cwd=ROOT, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("Tom has")
+    line = ["-m", "serving.cli", "generate", "Tom has", "--model", NAME, "--revision", "main"]
+    few, home = ["--max-tokens", "4", "--max-model-len", "128"], tmp_path / "home"
+    assert python(hub, home, *line, *few).startswith("Tom has")
     program = (
         "from serving.api.http.settings import resolve_settings\n"
         f"settings, config = resolve_settings({{'model': {NAME!r}}}, {{}})\n"
         "print(settings.served_model_name[0], config.model)"
     )
-    named = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300
-    )
-    name, folder = named.stdout.split()
+    name, folder = python(hub, home, "-c", program).split()
     assert name == NAME
     assert Path(folder, "config.json").is_file()
 
 
 @pytest.mark.full
 def test_looking_at_a_model_fetches_no_weights(hub, tmp_path):
-    environment = variables(hub, tmp_path / "home")
     for line, says in (
         (["inspect", "--model", NAME, "--revision", "main"], "parameters"),
         (["plan", "--model", NAME, "--topology", "v5e-1", "--analysis"], "v5e-1"),
     ):
-        done = subprocess.run(
-            [sys.executable, "-m", "serving.cli", *line], capture_output=True, text=True, cwd=ROOT, env=environment
-        )
-        assert done.returncode == 0, done.stderr
-        assert says in done.stdout
+        assert says in python(hub, tmp_path / "home", "-m", "serving.cli", *line)
     assert "config.json" in hub.asked
     assert "model.safetensors" not in hub.asked
 

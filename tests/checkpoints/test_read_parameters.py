@@ -79,8 +79,9 @@ def check(arrays):
         np.testing.assert_array_equal(np.asarray(arrays[path]), expected)
 
 
-def test_rows_reshapes_stacks_alternatives_and_dtypes(tmp_path):
-    check(read(tmp_path))
+@pytest.mark.parametrize("leftovers", [{}, {"old.buffer": np.zeros(2, np.float32)}])
+def test_rows_reshapes_stacks_alternatives_and_dtypes(tmp_path, leftovers):
+    check(read(tmp_path, STORED | leftovers, ignored=[r"old\..*"]))
 
 
 @pytest.mark.parametrize("devices", [2, 4])
@@ -122,10 +123,6 @@ def test_parameters_do_not_alias_what_was_read(sharded):
     array = place(jax.ShapeDtypeStruct((16, 64), F32), lambda index: source[index], sharding)
     source[...] = 1
     np.testing.assert_array_equal(np.asarray(array), 0)
-
-
-def test_leftovers_that_may_be_ignored(tmp_path):
-    check(read(tmp_path, STORED | {"old.buffer": np.zeros(2, np.float32)}, ignored=[r"old\..*"]))
 
 
 def test_everything_wrong_is_listed_in_one_line(tmp_path):

@@ -35,12 +35,6 @@ def path(tmp_path):
     return tmp_path / "model.safetensors"
 
 
-def header_file(path, header, data=b""):
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
-    return path
-
-
 def test_views_equal_what_was_written(path):
     file = SafetensorsFile(path)
     assert file.entries.keys() == TENSORS.keys()
@@ -86,8 +80,9 @@ def test_truncated_header(path, size):
 
 
 def test_dtype_without_support_is_an_error_only_when_used(tmp_path):
-    header = {"w": {"dtype": "F6_E3M2", "shape": [4], "data_offsets": [0, 4]}}
-    file = SafetensorsFile(header_file(tmp_path / "x.safetensors", header, b"1234"))
+    header = b'{"w": {"dtype": "F6_E3M2", "shape": [4], "data_offsets": [0, 4]}}'
+    (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"1234")
+    file = SafetensorsFile(tmp_path / "x.safetensors")
     assert message(file.view, "w") == f"{file.path}: w has dtype F6_E3M2, which is not supported yet"
 
 

@@ -59,24 +59,18 @@ def test_stream_of_real_text_equals_decode(name, request):
         assert streamed(tokenizer, ids, rng) == tokenizer.decode(ids)
 
 
-def test_stream_of_random_bytes_equals_decode(byte_level):
-    rng = random.Random(1)
+@pytest.mark.parametrize("name", ["byte_level", "prefix_space"])
+def test_stream_of_random_tokens_equals_decode(name, request):
+    """Of any bytes, and of words and special tokens, after which the space is kept."""
+    tokenizer, rng = request.getfixturevalue(name), random.Random(1)
+    ids = range(tokenizer.vocab_size + 50)  # ids past the vocabulary too: models pad theirs
+    if name == "prefix_space":
+        ids = [tokenizer.token_to_id(piece) for piece in ["▁", "▁a", "▁b", "a", "é", "<s>", "</s>"]]
     for _ in range(300):
-        # Ids past the vocabulary too: models pad theirs.
-        ids = [rng.randrange(byte_level.vocab_size + 50) for _ in range(rng.randint(0, 60))]
+        chosen = rng.choices(ids, k=rng.randint(0, 60))
         for skip in (True, False):
-            whole = byte_level.decode(ids, skip_special_tokens=skip)
-            assert streamed(byte_level, ids, rng, skip_special_tokens=skip) == whole
-
-
-def test_stream_keeps_the_space_after_special_tokens(prefix_space):
-    rng = random.Random(2)
-    words = [prefix_space.token_to_id(piece) for piece in ["▁", "▁a", "▁b", "a", "é", "<s>", "</s>"]]
-    for _ in range(300):
-        ids = rng.choices(words, k=rng.randint(0, 20))
-        for skip in (True, False):
-            whole = prefix_space.decode(ids, skip_special_tokens=skip)
-            assert streamed(prefix_space, ids, rng, skip_special_tokens=skip) == whole
+            whole = tokenizer.decode(chosen, skip_special_tokens=skip)
+            assert streamed(tokenizer, chosen, rng, skip_special_tokens=skip) == whole
 
 
 def test_an_incomplete_character_is_held_back(byte_level):

@@ -142,20 +142,14 @@ def test_yaml_and_toml_say_the_same(tmp_path):
 @pytest.mark.parametrize("value", ["1e-3", "1E-3", ".001", 0.001])
 def test_a_number_without_a_point_is_a_number(tmp_path, value):
     """YAML reads `1e-3` as text."""
-    settings = read_config_with(tmp_path, {"optimizer.learning_rate": value})
-    assert settings.optimizer.learning_rate == 1e-3
+    assert read(tmp_path, "", **{"optimizer.learning_rate": value}).optimizer.learning_rate == 1e-3
     assert read(tmp_path, "optimizer: {learning_rate: 1e-3}").optimizer.learning_rate == 1e-3
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "fast"])
 def test_what_is_no_finite_number_is_refused(tmp_path, value):
     with pytest.raises(ModelConfigError, match=f"learning_rate is '?{value}'?: input should be a"):
-        read_config_with(tmp_path, {"optimizer.learning_rate": value})
-
-
-def read_config_with(tmp_path, overrides):
-    (tmp_path / "run.yaml").write_text("steps: 7\n")
-    return read_config(tmp_path / "run.yaml", overrides)
+        read(tmp_path, "", **{"optimizer.learning_rate": value})
 
 
 @pytest.mark.parametrize(

@@ -101,15 +101,11 @@ def test_train_mtp_leaves_the_rest_alone(trained, capsys):
     assert "already exists" in capsys.readouterr().err
 
 
-def evaluate(trained, *options):
-    figures = trained / "figures.json"
-    where = ["--model", str(trained / "run/model"), "--data", str(trained / "heldout")]
-    assert run(["eval", *where, "--prompts", "0", "--max-num-seqs", "4", "--output", str(figures), *options]) == 0
-    return json.loads(figures.read_text())
-
-
 def test_eval(trained, capsys):
-    found = evaluate(trained)
+    where = ["--model", str(trained / "run/model"), "--data", str(trained / "heldout")]
+    figures = trained / "figures.json"
+    assert run(["eval", *where, "--prompts", "0", "--max-num-seqs", "4", "--output", str(figures)]) == 0
+    found = json.loads(figures.read_text())
     assert 0 < found["bits_per_byte"]["words"] < 8
     assert found["accuracy"]["problems"] == 6
     capsys.readouterr()

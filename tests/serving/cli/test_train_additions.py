@@ -94,8 +94,6 @@ def test_initial_states_are_trained_and_served(windows, tmp_path, capfd):
 
 
 def test_a_new_adapter_and_targets(tmp_path, capfd):
-    from checkpoints.adapters.adapter_export import target_layers
-
     config = mamba_jax.load("demo").config
     layers = target_layers(config, ("in_proj",))
     values = new_adapter(config, layers, rank=2, alpha=4.0, seed=0)
@@ -146,9 +144,7 @@ def test_a_tiny_model_learns_what_is_rewarded(tmp_path):
     prompts = [{"prompt_token_ids": [i, 2 * i, 3 * i]} for i in range(1, 7)]
     _, before = rollouts.sample(prompts, seed=0)
 
-    def update(values, version):
-        llm.update_weights(values, version=version)
-
+    update = lambda values, version: llm.update_weights(values, version=version)  # noqa: E731
     rounds = improve(update, trainer, rollouts, prompts, steps=12, prompts_per_step=2)
     assert rollouts.sample(prompts, seed=0)[1] > before + 0.2
     # The engine has the trainer's weights, so log-probabilities differ only by rounding.
