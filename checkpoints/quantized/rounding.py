@@ -57,11 +57,6 @@ class Rounding:
     group: int = 0
     """Inputs that share a scale; 0: all inputs of a channel."""
 
-    @property
-    def label(self) -> str:
-        """A short description."""
-        return f"{self.kind.upper()}, " + (f"groups of {self.group}" if self.group else "a scale per channel")
-
     def parts(self, shape: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the parts of a quantized weight [*lead, outputs, inputs]; see `kernels_pallas.quantized`."""
         *lead, outputs, inputs = shape

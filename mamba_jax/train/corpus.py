@@ -61,23 +61,21 @@ def text_of(document: Document) -> str:
     return document["text"] if "text" in document else f"{problem_prompt(document)} {document['answer']}\n"
 
 
-def write_sample(corpus: Path, directory: Path, *, problems: int = 200, text_bytes: int = 50_000) -> None:
+def write_sample(corpus: Path, directory: Path) -> None:
     """Writes a small part of the held-out data to a model's directory, to evaluate it without the corpus.
 
     Args:
         corpus: a directory with `heldout/SOURCE.jsonl`.
-        directory: receives `heldout_problems.jsonl` and `heldout_text.jsonl`.
-        problems: number of problems, from the beginning.
-        text_bytes: approximate bytes of text from each source, taken from beginnings of documents all over the source.
+        directory: receives `heldout_problems.jsonl`, the first 200 problems, and `heldout_text.jsonl`: of each source
+            the beginnings of 10 documents, spread evenly.
     """
     pieces: list[Document] = []
     for path in sorted((corpus / "heldout").glob("*.jsonl")):
         documents = list(read_documents(path))
         if "question" in documents[0]:
-            write_documents(directory / SAMPLE_PROBLEMS, documents[:problems])
+            write_documents(directory / SAMPLE_PROBLEMS, documents[:200])
             continue
-        count = max(1, text_bytes // _PIECE)
-        for document in documents[:: -(-len(documents) // count)]:
+        for document in documents[:: -(-len(documents) // 10)]:
             start = document["text"][:_PIECE]
             pieces.append({"id": f"{path.stem}:{document['id']}", "text": start[: start.rfind("\n") + 1] or start})
     write_documents(directory / SAMPLE_TEXT, pieces)

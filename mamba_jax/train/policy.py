@@ -75,11 +75,8 @@ def policy_loss(
     """
     values, added = divide(values)
     model = build(config, values, dtype)
-    if schedule_invariant:
-        found = score(model, answers.tokens, answers.lengths, added)
-    else:
-        found = sequence_logprobs(model, answers.tokens, answers.lengths, added)
-    difference = found - answers.logprobs
+    compute = score if schedule_invariant else sequence_logprobs
+    difference = compute(model, answers.tokens, answers.lengths, added) - answers.logprobs
     difference = jnp.where(answers.answered, difference, 0.0)
     ratio, advantage = jnp.exp(difference), answers.advantages[:, None]
     bounded = jnp.clip(ratio, 1 - clip, 1 + clip)
