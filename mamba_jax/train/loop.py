@@ -151,13 +151,10 @@ def train(
         training_loss, config=config, drafts=settings.drafts, dtype=jnp.dtype(settings.compute_dtype),
         model_weight=model_weight, rematerialize=settings.rematerialize, balance_experts=settings.balance_experts,
     )  # fmt: skip
-    validate = None
-    if validation is not None:
-        validate = Validation(
-            validation, batch_size=settings.batch_size, config=config, dtype=jnp.dtype(settings.compute_dtype),
-            sharding=by_sequence, devices=mesh.size,
-        )  # fmt: skip
-
+    validate = None if validation is None else Validation(
+        validation, batch_size=settings.batch_size, config=config, dtype=jnp.dtype(settings.compute_dtype),
+        sharding=by_sequence, devices=mesh.size,
+    )  # fmt: skip
     placements = jax.tree.map(lambda x: x.sharding, state)
 
     @functools.partial(jax.jit, donate_argnums=0, static_argnames="bounds", out_shardings=(placements, None))

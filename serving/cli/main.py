@@ -79,9 +79,7 @@ class _Program(TyperGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in self.commands and cmd_name in COMMANDS:
-            self.commands[cmd_name] = _build(cmd_name)
-        return self.commands.get(cmd_name)
+        return command(cmd_name) if cmd_name in COMMANDS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] not in COMMANDS and not args[0].startswith("-"):
@@ -98,7 +96,8 @@ class _Program(TyperGroup):
 
 
 @functools.cache
-def _build(name: str) -> Any:
+def command(name: str) -> Any:
+    """Returns the command of this name."""
     entry = COMMANDS[name]
     program = getattr(importlib.import_module(f"serving.cli.{entry.module}"), entry.name)
     if not isinstance(program, typer.Typer):
@@ -170,12 +169,6 @@ def _program(
 ) -> None:
     # With a callback, typer makes a group.
     pass
-
-
-def command(name: str) -> Any:
-    """The command of this name."""
-    program: Any = typer.main.get_command(app)
-    return program.get_command(typer.Context(program), name)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -290,7 +283,3 @@ def _message(error: Any) -> str | None:
 def _report(message: str) -> int:
     typer.secho(f"mamba-jax: error: {printable(' '.join(message.split()))}", fg="red", err=True)
     return 2
-
-
-if __name__ == "__main__":
-    main()
