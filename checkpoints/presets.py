@@ -16,12 +16,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
-
-from mamba_jax.config import HybridConfig
-from mamba_jax.families import config_from_hf
 
 
 @dataclass(frozen=True)
@@ -37,13 +33,3 @@ class Preset:
 _ROWS = map(json.loads, Path(__file__).with_suffix(".jsonl").read_text(encoding="utf-8").splitlines())
 PRESETS: Mapping[str, Preset] = {row["name"]: Preset(row["config"], row["parameters"]) for row in _ROWS}
 """Published sizes: each configuration gives the published number of parameters."""
-
-
-@cache
-def preset(name: str) -> HybridConfig:
-    """Returns the configuration of a published size.
-
-    Raises:
-        KeyError: not one of `PRESETS`.
-    """
-    return config_from_hf(PRESETS[name].fields)

@@ -22,8 +22,6 @@ from checkpoints.errors import CheckpointError
 from checkpoints.json_file import read_text
 from serving.core.errors import ConfigError, RequestError
 
-__all__ = ["ConfigError", "Settings", "checks_names", "did_you_mean", "json_object", "json_value", "read_config_file"]
-
 T = TypeVar("T")
 
 _LARGEST = 1e9

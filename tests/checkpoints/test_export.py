@@ -10,11 +10,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import checkpoints
 import mamba_jax
+from checkpoints import load_config
 from checkpoints.config_json import config_from_json, config_to_json
 from checkpoints.drafts import fresh_draft_layer, with_draft_layer, write_with_draft_layer
 from checkpoints.json_file import read_json
 from checkpoints.orbax import read_description
-from checkpoints.presets import PRESETS, preset
+from checkpoints.presets import PRESETS
 from checkpoints.random import write_random
 from checkpoints.tensors.tensor_set import TensorSet
 from mamba_jax.model import parameters
@@ -217,5 +218,5 @@ def test_damaged_and_incomplete_weights(copy):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_config_survives_json(name):
-    config = preset(name)
+    config = load_config(name)
     assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config

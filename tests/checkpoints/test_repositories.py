@@ -23,8 +23,9 @@ import jax.numpy as jnp
 import pytest
 from safetensors.numpy import save_file
 
+from checkpoints import load_config
 from checkpoints.load import Checkpoint
-from checkpoints.presets import PRESETS, preset
+from checkpoints.presets import PRESETS
 from checkpoints.quantized.tensors import LogicalTensors
 from checkpoints.random import tensor_shapes
 from checkpoints.tensors.hugging_face import match_sources
@@ -169,7 +170,7 @@ def test_the_table_has_each_repository_and_each_config_once():
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_has_the_published_number_of_parameters(name):
-    shapes = described(config := preset(name))[1]
+    shapes = described(config := load_config(name))[1]
     counted = sum(math.prod(leaf.shape) for path, leaf in shapes.items() if not path.startswith("mtp."))
     assert counted == pytest.approx(PRESETS[name].parameters, rel=0.01)
     assert weight_names(config).keys() == shapes.keys()
@@ -208,7 +209,7 @@ def test_a_preset_has_the_published_number_of_parameters(name):
     ],
 )
 def test_layers_and_states_are_as_published(name, layers, slot_mib, kv_kib):
-    config = preset(name)
+    config = load_config(name)
     mlp_or_moe = sum(config.pattern.count(kind) for kind in "-E")
     assert (config.num_recurrent_layers, config.num_attention_uses, mlp_or_moe) == layers
     if slot_mib is not None:
@@ -219,6 +220,6 @@ def test_layers_and_states_are_as_published(name, layers, slot_mib, kv_kib):
 
 
 def test_the_draft_layer_of_nemotron_3_super_is_kept():
-    config = preset("nemotron-3-super-120b-a12b")
+    config = load_config("nemotron-3-super-120b-a12b")
     assert config.mtp_pattern == "*E"
     assert HybridModel.abstract(config).mtp is not None

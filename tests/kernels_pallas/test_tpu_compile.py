@@ -40,7 +40,8 @@ from model_calls import FORMS, SLOTS, call_of, nbytes, program, published, shape
 from model_shapes import CONVOLUTIONS
 from topology import SLICES, compile_for_tpu, described_device
 
-from checkpoints.presets import PRESETS, preset
+from checkpoints import load_config
+from checkpoints.presets import PRESETS
 from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.linear import linear
 from kernels_pallas.quantized import Quantized, bits_of
@@ -289,7 +290,7 @@ def test_4_bit_floats_on_older_tpus():
 
 def products(name, devices):
     """The shapes [experts, outputs, inputs] of the two products of a layer on one device."""
-    config = preset(name)
+    config = load_config(name)
     moe, layer = config.moe, f"blocks.{config.pattern.index(MOE)}.mixer.experts"
     width, partition = moe.latent_size or config.hidden_size, Partition.of(config, devices)
     sizes = {
@@ -310,7 +311,7 @@ EXPERTS = [
     ("v6e", "nemotron-3-nano-30b-a3b", 8),
     ("tpu7x", "granite-4.0-h-small", 4),
 ]
-EVERY_EXPERTS = itertools.product(SLICES, (name for name in PRESETS if preset(name).moe is not None), (1, 4, 8))
+EVERY_EXPERTS = itertools.product(SLICES, (name for name in PRESETS if load_config(name).moe is not None), (1, 4, 8))
 
 
 @pytest.mark.full

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from checkpoints.load import load_config
-from checkpoints.presets import PRESETS, preset
+from checkpoints.presets import PRESETS
 from mamba_jax.config import WHOLE, AttentionConfig, HybridConfig, MLPConfig, ModelConfigError, QKNormConfig
 from mamba_jax.head_padding import HeadPadding
 from mamba_jax.model import HybridModel, parameters
@@ -24,7 +24,7 @@ from mamba_jax.sharding.parameters import placements
 from mamba_jax.store import StoreShape
 from tests.support.models.random_models import random_model
 
-OF_EVERY_FAMILY = list({(preset(name).family, preset(name).moe is None): name for name in PRESETS}.values())
+OF_EVERY_FAMILY = list({(load_config(name).family, load_config(name).moe is None): name for name in PRESETS}.values())
 # All other arrays of a million numbers or more are divided.
 MAY_BE_WHOLE = re.compile(r"router|latent_(in|out|proj)|adapters.*\.down|in_proj_bc|[kv]_proj|adapters\.[kv]\.")
 
@@ -38,7 +38,7 @@ def divides(config, shards):
 
 @pytest.mark.parametrize("name", OF_EVERY_FAMILY)
 def test_every_parameter_is_declared_and_all_that_is_large_is_divided(name):
-    config = preset(name)
+    config = load_config(name)
     config = dataclasses.replace(config, own_mtp_embedding=bool(config.mtp_pattern))
     shards = next(shards for shards in (8, 4, 2) if divides(config, shards))
     partition, found = Partition.of(config, shards), parameters(HybridModel.abstract(config, dtype=jnp.bfloat16))
@@ -53,7 +53,7 @@ def test_every_parameter_is_declared_and_all_that_is_large_is_divided(name):
 
 
 def test_few_groups_and_keys_are_kept_several_times():
-    config = preset("bamba-9b")  # one group, eight heads of keys
+    config = load_config("bamba-9b")  # one group, eight heads of keys
     partition = Partition.of(config, 16)
     whole, own = StoreShape.of(config), partition.device_shape(StoreShape.of(config))
     heads, *rest = whole.arrays["ssm"].shape
@@ -67,7 +67,7 @@ def test_few_groups_and_keys_are_kept_several_times():
 
 
 def test_what_nothing_declares_is_refused():
-    partition = Partition.of(preset("nemotron-h-8b"), 4)
+    partition = Partition.of(load_config("nemotron-h-8b"), 4)
     with pytest.raises(ModelConfigError, match=r"nothing declares how the parameter blocks\.0\.mixer\.beta is divided"):
         partition.parameter("blocks.0.mixer.beta")
     with pytest.raises(ModelConfigError, match="no mixer declares the state delta"):
@@ -87,7 +87,7 @@ def test_what_nothing_declares_is_refused():
 )
 def test_what_does_not_divide_is_refused(name, shards, message):
     with pytest.raises(ModelConfigError, match=f"tensor_parallel_size {shards} {message}"):
-        Partition.of(preset(name), shards)
+        Partition.of(load_config(name), shards)
 
 
 def test_too_few_devices_are_refused():

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from checkpoints.presets import preset
+from checkpoints import load_config
 from kernels_pallas.dispatch import KernelChoice
 from mamba_jax.config import MOE
 from mamba_jax.modules.feed_forward import MoE
@@ -35,7 +35,7 @@ class Valid(NamedTuple):
 )
 def test_prefill_moves_a_devices_own_rows(name, machine, megabytes, temporary):
     """Of 2,048 tokens; with the rows of all experts on every chip it was 2.5 and 7.7 GB, plus 350 and 440 MB."""
-    config, mesh = preset(name), slice_mesh(compilable(machine))
+    config, mesh = load_config(name), slice_mesh(compilable(machine))
     moe = nnx.eval_shape(lambda: MoE(config.moe, config.hidden_size, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
     placements, partition = mixer_placements(config, MOE, 0), Partition.of(config, mesh.size)
     divided = ShardedModule(moe, placements)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from checkpoints.presets import preset
+from checkpoints import load_config
 from mamba_jax.config import ModelConfigError
 from mamba_jax.drafts import mtp
 from mamba_jax.sharding import CONTEXT, TENSOR, Partition, make_mesh, replica_meshes, use_mesh
@@ -189,7 +189,7 @@ def test_one_member_is_no_axis_of_the_mesh():
     assert [device.id for mesh in meshes for device in mesh.devices.flat] == list(range(8))
     with pytest.raises(ModelConfigError, match=r"context_parallel_size 3 with tensor_parallel_size 4: JAX sees 8 cpu"):
         make_mesh(4, members=3)
-    assert Partition.of(preset("bamba-9b"), 2, 1) == Partition.of(preset("bamba-9b"), 2)
+    assert Partition.of(load_config("bamba-9b"), 2, 1) == Partition.of(load_config("bamba-9b"), 2)
 
 
 @pytest.mark.full

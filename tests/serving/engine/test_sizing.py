@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
+from checkpoints import load_config
 from checkpoints.load import Checkpoint
-from checkpoints.presets import preset
 from mamba_jax.config import AttentionConfig, HybridConfig, MambaConfig
 from mamba_jax.head_padding import HeadPadding
 from mamba_jax.modules.feed_forward import rows_at_once
@@ -290,7 +290,7 @@ def test_a_command_reserves_gpu_memory_before_it_starts(options, share, monkeypa
 def test_rows_of_experts_are_in_the_workspace():
     """A GPU processes those of all devices' experts at once. On a CPU, a step of two layers took 237 MiB."""
     config = EngineConfig.create(tensor_parallel_size=8, max_num_batched_tokens=2048)
-    padding = HeadPadding.of(preset("qwen3-next-80b-a3b"), 8)
+    padding = HeadPadding.of(load_config("qwen3-next-80b-a3b"), 8)
     gpu, tpu = (
         EngineDesign.of(config, padding, shards=8, platform=platform, weight_bytes=1).workspace_bytes
         for platform in ("gpu", "tpu")
