@@ -234,7 +234,8 @@ def run_batch(
                 counts.total += 1
                 key = line_key(line.id, line.text, defaults)
                 order.append(key)
-                if batch_output.taken(answered, key):
+                if answered[key]:
+                    answered[key] -= 1
                     counts.skipped += 1
                     continue
                 request_id = f"line-{line.number}"

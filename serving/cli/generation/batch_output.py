@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 DIGEST = "input_digest"
 _BEGINNING = b'{"id": '
-_PLAIN = {"id", "text", "token_ids", "finish_reason", "usage"}
-_OPENAI = {"id", "custom_id", "response", "error"}
+_PLAIN = {"id", "text", "token_ids", "finish_reason", "usage", DIGEST}
+_OPENAI = {"id", "custom_id", "response", "error", DIGEST}
 
 
 class LineKey(NamedTuple):
@@ -36,8 +36,8 @@ class LineKey(NamedTuple):
 
     id: str
     """The id as JSON text: 1 and "1" are different ids."""
-    digest: str | None
-    """Of the line and the command's sampling options; None in outputs of versions that did not write it."""
+    digest: str
+    """Of the line and the command's sampling options."""
 
 
 def line_key(id: Any, text: bytes, defaults: Mapping[str, Any]) -> LineKey:
@@ -88,12 +88,12 @@ def _answer(value: Any, start: int, size: int) -> Answer | None:
     """Returns the answer that a line is; None if it is not the output of a batch."""
     if not isinstance(value, dict):
         return None
-    failure = value.keys() - {DIGEST} == {"id", "error"} and isinstance(value["error"], str)
-    openai = value.keys() - {DIGEST} == _OPENAI and str(value["id"]).startswith("batch_req_")
+    failure = value.keys() == {"id", "error", DIGEST} and isinstance(value["error"], str)
+    openai = value.keys() == _OPENAI and str(value["id"]).startswith("batch_req_")
     if not (failure or openai or value.keys() >= _PLAIN):
         return None
     # In OpenAI's format, `id` is that of the response.
-    key = LineKey(json.dumps(value["custom_id" if openai else "id"]), value.get(DIGEST))
+    key = LineKey(json.dumps(value["custom_id" if openai else "id"]), str(value[DIGEST]))
     return Answer(key, value.get("error") is not None, start, size)
 
 
@@ -119,10 +119,10 @@ def prepare(
     ids = {key.id for key in known}
     remaining: list[Answer] = []
     for answer in [] if overwrite else answers:
-        current = answer.key in known or answer.key.digest is None
-        if answer.failed and (retry_failed or (not current and answer.key.id in ids)):
+        changed = answer.key not in known and answer.key.id in ids
+        if answer.failed and (retry_failed or changed):
             continue
-        if not current and answer.key.id in ids:
+        if changed:
             raise ConfigError(
                 f"--output {path}: the answer to line {answer.key.id} is to another line or to other sampling options; "
                 "use --overwrite to answer all lines again, or another --output"
@@ -135,15 +135,6 @@ def prepare(
     return Counter(answer.key for answer in remaining)
 
 
-def taken(answered: Counter[LineKey], key: LineKey) -> bool:
-    """Returns whether a line is answered, and takes one of its answers."""
-    for each in (key, LineKey(key.id, None)):
-        if answered[each]:
-            answered[each] -= 1
-            return True
-    return False
-
-
 def sort_like(path: Path, order: Sequence[LineKey]) -> int:
     """Sorts a complete output into the input's order; lines not in the input go to the end. Returns the number of lines
     that failed."""
@@ -151,8 +142,7 @@ def sort_like(path: Path, order: Sequence[LineKey]) -> int:
     places: dict[LineKey, deque[int]] = defaultdict(deque)
     for index, answer in enumerate(answers):
         places[answer.key].append(index)
-    found = (places[key] or places[LineKey(key.id, None)] for key in order)
-    wanted = [queue.popleft() for queue in found if queue]
+    wanted = [places[key].popleft() for key in order if places[key]]
     failed = sum(answers[index].failed for index in wanted)
     wanted += sorted({*range(len(answers))} - {*wanted})
     if wanted != sorted(wanted):

@@ -7,13 +7,11 @@ import pytest
 from serving.cli.generation.batch_file import read_lines, run_batch
 from serving.cli.generation.batch_output import (
     DIGEST,
-    LineKey,
     line_key,
     opened,
     prepare,
     read_answers,
     sort_like,
-    taken,
     write_line,
 )
 from serving.cli.main import run
@@ -51,6 +49,7 @@ def ids(path):
         "null\n",
         "\n",
         "\x00\x01\n",
+        json.dumps({"id": "a", "without": "a digest"} | ANSWER) + "\n",
         answer("a") + "my notes\n",
         answer("a") + "my notes",
         answer("a") + "\n" + answer("b"),
@@ -97,16 +96,13 @@ def test_answers_to_changed_lines_are_not_kept_in_silence(tmp_path):
     assert line_key("a", b"text", {"temperature": 1}) != key("a")
 
 
-def test_answers_without_a_digest_and_equal_ids(tmp_path):
+def test_answers_to_lines_with_equal_ids(tmp_path):
     path = tmp_path / "out.jsonl"
-    old = json.dumps({"id": "a"} | ANSWER) + "\n"
-    path.write_text(answer("b", b"2") + old + answer("b", b"1") + answer("elsewhere"))
+    path.write_text(answer("b", b"2") + answer("a") + answer("b", b"1") + answer("elsewhere"))
     order = [key("a"), key("b", b"1"), key("b", b"2"), key("c")]
-    left = prepare(path, order)
-    assert [taken(left, each) for each in order] == [True, True, True, False]
+    assert [prepare(path, order)[each] for each in order] == [1, 1, 1, 0]
     assert sort_like(path, order) == 0
-    found = [each.key for each in read_answers(path)]
-    assert found == [LineKey('"a"', None), key("b", b"1"), key("b", b"2"), key("elsewhere")]
+    assert [each.key for each in read_answers(path)] == [*order[:3], key("elsewhere")]
 
 
 def test_a_link_and_the_mode_of_a_file_stay(tmp_path):
