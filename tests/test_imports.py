@@ -44,7 +44,7 @@ SERVING = {
     "split/http": {"compatibility", "config", "core", "engine", "api/http", "api/http/protocol", "split"},
     "split/router": {"core", "api", "api/http", "api/http/protocol", "split", "split/http"},
     "split/ray": {"config", "api/http", "split", "split/http", "split/router"},
-    "bench": {""},
+    "bench": {"", "settings"},
     "check": {"bench", "config", "engine"},
     "cli": {"check", "compatibility", "config", "engine", "capacity", "api", "api/http", "split", "split/http"}
     | {"core", "hosts", "settings", "split/router", "vllm"},
