@@ -1,6 +1,7 @@
 """Counters: plain integers that only grow, for metrics and reports. A field says how the server exports it."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,14 +19,9 @@ class Exported(NamedTuple):
     value: str = ""
 
 
-def metric(name: str, text: str, *labels: str, value: str = "") -> dict[Any, Exported]:
-    """Returns the metadata of a field that the server exports; see `Exported`."""
-    return {Exported: Exported(name, text, labels, value)}
-
-
-def exported(name: str, text: str, *labels: str, value: str = "") -> Any:
-    """Returns a field, 0 at first, that the server exports; see `Exported`."""
-    return field(default=0, metadata=metric(name, text, *labels, value=value))
+def exported(name: str, text: str, *labels: str, value: str = "", kind: Callable[[], Any] = int) -> Any:
+    """Returns a field that the server exports; see `Exported`. `kind` makes its first value: 0, or an empty one."""
+    return field(default_factory=kind, metadata={Exported: Exported(name, text, labels, value)})
 
 
 @dataclass(slots=True)
@@ -35,9 +31,8 @@ class Stats:
     steps: int = 0
     requests: int = 0
     refused: int = exported("requests_refused", "Requests refused because the queue was full.")
-    finished: Counter[FinishReason] = field(
-        default_factory=Counter,
-        metadata=metric("requests_finished", "Finished requests (each choice counts) by finish reason.", "reason"),
+    finished: Counter[FinishReason] = exported(
+        "requests_finished", "Finished requests (each choice counts) by finish reason.", "reason", kind=Counter
     )
     preemptions: int = exported("preemptions", "Requests returned to the queue for lack of memory.")
     displacements: int = 0
@@ -63,9 +58,8 @@ class Stats:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     output_tokens: int = exported("generation_tokens", "Output tokens.")
-    misses: Counter[MissReason] = field(
-        default_factory=Counter,
-        metadata=metric("prefix_misses", "Requests without a cached prefix, by reason.", "reason"),
+    misses: Counter[MissReason] = exported(
+        "prefix_misses", "Requests without a cached prefix, by reason.", "reason", kind=Counter
     )
     pages_published: int = 0
     pages_evicted: int = exported("pages_evicted", "Cached pages evicted.")
@@ -83,6 +77,6 @@ class Stats:
     def snapshot(self) -> dict[str, Any]:
         """All counters as a dictionary; the keys of the counted reasons are their names in lower case."""
         flat = asdict(self)
-        flat["finished"] = {reason.name.lower(): count for reason, count in self.finished.items()}
-        flat["misses"] = {reason.name.lower(): count for reason, count in self.misses.items()}
+        for name in ("finished", "misses"):
+            flat[name] = {reason.name.lower(): count for reason, count in getattr(self, name).items()}
         return flat

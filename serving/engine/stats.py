@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from serving.core.stats import exported, metric
+from serving.core.stats import exported
 from serving.core.tiers.tiers import FetchStats
 
 
@@ -19,13 +19,11 @@ class DraftStats:
 
     steps: int = 0
     """Number of rows with drafts, summed over all steps."""
-    drafted_at: list[int] = field(
-        default_factory=list,
-        metadata=metric("draft_tokens", "Draft tokens that were verified, by position in the step.", "position"),
+    drafted_at: list[int] = exported(
+        "draft_tokens", "Draft tokens that were verified, by position in the step.", "position", kind=list
     )
-    accepted_at: list[int] = field(
-        default_factory=list,
-        metadata=metric("draft_tokens_accepted", "Draft tokens accepted, by position in the step.", "position"),
+    accepted_at: list[int] = exported(
+        "draft_tokens_accepted", "Draft tokens accepted, by position in the step.", "position", kind=list
     )
     """Drafts after a stop that ended the output count as well."""
 

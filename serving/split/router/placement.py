@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from serving.api.http.apis.text_api import TEXT_APIS
 from serving.core.load_balancing import price
-from serving.core.stats import exported, metric
+from serving.core.stats import exported
 from serving.core.tiers.journal import Resumable
 from serving.split.router.event_followers import EventFollowers
 from serving.split.router.workers import Fleet, Remote, choose
@@ -46,9 +46,8 @@ class PlacementStats:
     by_load: int = _placed("load")  # choices of a worker without any part, because those with one were too busy
     by_text: int = _placed("text")  # choices by the prompt's beginning: no worker reported a part of it
     untold: int = exported("router_untold", "Choices by text because no worker tokenized the prompt in time.")
-    resumable_tokens: dict[tuple[str, str], int] = field(
-        default_factory=dict,
-        metadata=metric("router_resumable_tokens", _RESUMABLE, "role", "tier"),
+    resumable_tokens: dict[tuple[str, str], int] = exported(
+        "router_resumable_tokens", _RESUMABLE, "role", "tier", kind=dict
     )
     saved_tokens: int = exported(
         "router_saved_tokens", "Resumable tokens that a worker chosen by text would have computed."
