@@ -205,8 +205,7 @@ class Engine:
     def close(self) -> None:
         """Ends every request and writes pending states to the disk tier. The engine cannot be used afterwards."""
         self.abort_all()
-        if self.loop.inputs.mask_workers is not None:
-            self.loop.inputs.mask_workers.close()
+        self.loop.inputs.mask_workers.close()
         if self.grammars is not None:
             self.grammars.close()
         self.loop.close()
@@ -230,9 +229,8 @@ class Engine:
                 self.fail(request.user.parent.output.request_id, str(error))
             settled = None
         self._settle(settled)
-        if self.loop.inputs.mask_workers is not None:
-            for request, reason, refused in self.loop.inputs.mask_workers.pop_refused():
-                self.fail(request.user.parent.output.request_id, reason, refused=refused)
+        for request, reason, refused in self.loop.inputs.mask_workers.pop_refused():
+            self.fail(request.user.parent.output.request_id, reason, refused=refused)
         # Return everything that ended during this step: there may be no next step.
         changed, self._changed = self._changed, {}
         self.control.stepped()
@@ -307,7 +305,7 @@ class Engine:
         followed = None if constraint is None else FollowedChoice(constraint)
         request.user = choice = Choice(parent, index, stream, seed=seed, followed=followed)
         self.loop.scheduler.add(request)
-        if followed is not None and self.loop.inputs.mask_workers is not None:
+        if followed is not None:
             self.loop.inputs.mask_workers.submit(request, followed, ())
         parent.members.append(request)
         parent.choices.append(choice)
@@ -348,7 +346,7 @@ class Engine:
             choice.finish(str(request.finish_reason), request.stop_reason if by_token and asked else None)
         elif parent.given.live:
             choice.refresh()
-        if followed is not None and not request.finished and self.loop.inputs.mask_workers is not None:
+        if followed is not None and not request.finished:
             self.loop.inputs.mask_workers.submit(request, followed, choice.proposed)
         metrics = output.metrics
         if metrics is not None and metrics.first_token_time is None and emitted.tokens:

@@ -20,6 +20,7 @@ at most k times as long as one with only its rows. Up to that length, rows and p
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from serving.core.cache.eviction_queue import in_turn
 from serving.core.config import SchedulerConfig
 from serving.core.requests.request import Request
 
@@ -165,13 +166,8 @@ class Fairness:
             most = min(most, self.times.rows_within(len(decoding), least, max(limit, lowest)))
         if most >= len(decoding):
             return list(decoding)
-        ranks = Counter[Client]()
-        ranked = []
-        for request in sorted(decoding, key=lambda each: (each.queueing.decoded_at, each.order)):
-            ranked.append((ranks[request.client], request))
-            ranks[request.client] += 1
-        ranked.sort(key=lambda each: each[0])
-        chosen = {request for _, request in ranked[:most]}
+        waiting = sorted(decoding, key=lambda each: (each.queueing.decoded_at, each.order))
+        chosen = set(in_turn(waiting)[:most])
         return [request for request in decoding if request in chosen]
 
     def _may_exceed(self, excess: float, saved: float) -> bool:

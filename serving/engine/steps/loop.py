@@ -237,11 +237,11 @@ class StepLoop:
 
     def _plan(self) -> StepPlan | None:
         begin = time.perf_counter()
-        self.inputs.collect_masks()
+        self.inputs.mask_workers.collect()
         lockstep = self.scheduler.needs_settle_before_schedule()
         self.stats.lockstep_steps += lockstep
         plan = None if lockstep else self.scheduler.schedule()
-        if plan is None and not self._settling and self.inputs.collect_masks(idle=True):
+        if plan is None and not self._settling and self.inputs.mask_workers.collect(idle=True):
             plan = self.scheduler.schedule()
         for source in self.sources:
             # States evicted for this plan stay intact in the store until the plan or an arrival is dispatched.

@@ -158,11 +158,10 @@ class RowInputs:
     """
 
     def __init__(self, batches: BatchBuilder, *, vocab_size: int, masks: bool) -> None:
-        self._batches, self._vocab_size = batches, vocab_size
+        self._batches, self._vocab_size, self._masks = batches, vocab_size, masks
         self.inbox = Inbox()
         """What other threads post to the engine's thread."""
-        self.mask_workers = MaskWorkers(batches.heads, self.inbox) if masks else None
-        """Computes masks; None if requests cannot have grammars."""
+        self.mask_workers = MaskWorkers(batches.heads, self.inbox)
 
     def seat(self, request: Request) -> SeatBatch:
         """Returns the sampling parameters of a request that takes a seat."""
@@ -200,7 +199,7 @@ class RowInputs:
         Such rows run in lockstep: their last step has settled, and masks for all its drafts are computed. This method
         reads nothing from the device, which may be busy with a step without these rows.
         """
-        if self.mask_workers is None:
+        if not self._masks:
             return ()
         masks: dict[int, np.ndarray] = {}
         for row in plan.rows:
@@ -209,7 +208,3 @@ class RowInputs:
                 assert choice.followed.masks is not None, "a row whose mask is not ready has been planned"
                 masks[row.row_id] = choice.followed.masks
         return list(self._batches.masks(masks, self._vocab_size))
-
-    def collect_masks(self, *, idle: bool = False) -> bool:
-        """Collects masks that are ready; see `MaskWorkers.collect`."""
-        return self.mask_workers is not None and self.mask_workers.collect(idle=idle)

@@ -130,10 +130,7 @@ class Device:
         slot_writes: list[tuple[int, tuple[int, int]]] = []
         slot_reads: set[int] = set()
         reads: list[tuple[Row, int]] = []
-        order = list(range(len(rows)))
-        results.extend([] for _ in rows)
-        for at in order:
-            row = rows[at]
+        for row in rows:
             others = {slot for slot, _ in slot_writes}
             end, emitted, read = self._row(row, slot_writes, scheduler)
             # Kernels read a row's state while another row's is written.
@@ -141,7 +138,7 @@ class Device:
             mine = {slot for slot, _ in slot_writes} - others
             expect(mine.isdisjoint(slot_reads), "a slot is written by one row and read by another", mine, row)
             slot_reads |= {read} - {0}
-            results[at].extend(emitted)
+            results.append(emitted)
             reads.append((row, end))
         if self.config.num_pages:
             for row, end in reads:
@@ -213,7 +210,8 @@ class Device:
         if row.sample:
             own.last_token = emitted[-1]
             own.drafts = self.propose(truth, start + kept + 1)
-        self._write_lookahead(row, start + kept, scheduler)
+            # While drafts are proposed, the device writes beyond the kept tokens.
+            self._write_pages(row, start + kept, [JUNK] * self.config.num_lookahead_tokens, scheduler)
         return start + kept, emitted, read if start else 0
 
     def _replayed(self, slot: int, anchor: int, length: int, tail: list[int]) -> tuple[int, int]:
@@ -280,17 +278,6 @@ class Device:
             if page:
                 self._check_page_write(page, scheduler, row)
                 self.pages[page][(start + t) % size] = digest
-
-    def _write_lookahead(self, row: Row, start: int, scheduler: Scheduler) -> None:
-        """While drafts are proposed, the device writes beyond the kept tokens."""
-        if not self.config.num_pages:
-            return
-        if row.sample:
-            for position in range(start, start + self.config.num_lookahead_tokens):
-                page = self._page_at(row, position)
-                if page:
-                    self._check_page_write(page, scheduler, row)
-                    self.pages[page][position % self.config.page_size] = JUNK
 
     def _check_pages(self, row: Row, end: int) -> None:
         """A row's tokens see all positions before them: each must be there, and right."""
