@@ -82,9 +82,16 @@ def connect_tiers(
 def _disk(config: EngineConfig, layout: Layout, digest: Callable[[], str]) -> Disk | None:
     if not config.disk_cache:
         return None
-    capacity = int(config.disk_cache_gib * GIB)
-    folder = _folder(Path(config.disk_cache), layout.fingerprint(digest()), capacity)
-    if folder is None:
+    root, capacity = Path(config.disk_cache), int(config.disk_cache_gib * GIB)
+    path = root / layout.fingerprint(digest())
+    try:
+        if root.exists() and not root.is_dir():
+            raise ConfigError(f"disk_cache {root} is not a folder")
+        folder = Folder(path)
+        folder.try_out()
+        make_room(root, path, capacity)
+    except OSError as error:
+        log.warning("disk_cache %s cannot be used: %s", root, error.strerror or error)
         return None
     room = folder.room()
     if room < capacity:
@@ -94,20 +101,6 @@ def _disk(config: EngineConfig, layout: Layout, digest: Callable[[], str]) -> Di
     tier = Tier("disk", min(capacity, room), layout.sizes(in_files=True))
     log.info("%s in %s", _line("disk", tier, layout), folder.path)
     return Disk(tier, folder, layout.block, with_blocks=layout.kv is not None)
-
-
-def _folder(root: Path, fingerprint: str, capacity: int) -> Folder | None:
-    path = root / fingerprint
-    try:
-        if root.exists() and not root.is_dir():
-            raise ConfigError(f"disk_cache {root} is not a folder")
-        folder = Folder(path)
-        folder.try_out()
-        make_room(root, path, capacity)
-        return folder
-    except OSError as error:
-        log.warning("disk_cache %s cannot be used: %s", root, error.strerror or error)
-        return None
 
 
 def _line(name: str, tier: Tier, layout: Layout) -> str:
