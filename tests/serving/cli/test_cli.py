@@ -11,7 +11,7 @@ from serving.cli.main import run, translate_arguments
 from serving.engine.llm import LLM
 
 ROOT = Path(__file__).resolve().parents[3]
-GOLDEN = ROOT / "tests" / "golden" / "nemotronh"
+GOLDEN, LFM2 = (ROOT / "tests" / "golden" / name for name in ("nemotronh", "lfm2"))
 HOSTS = "--coordinator a:1 --num-hosts 2 --host-id 0"
 SMALL = [
     "--model", str(GOLDEN), "--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "64",
@@ -54,6 +54,7 @@ def read_lines(path: Path) -> list[dict]:
         # Words that are nearly right.
         (["serv"], "no command 'serv'; did you mean 'serve'?"),
         (["serve", "--max-model-length", "4"], "No such option: --max-model-length; did you mean '--max-model-len'?"),
+        (["inspect", "--model", "{golden}", "--adapter", "{golden}"], "adapter_config.json"),
         (["inspect", "--modle", "demo"], "No such option: --modle; did you mean '--model'?"),
         (["generate", "x", "--gpu-memory-utilizaton", "1"], "did you mean '--gpu-memory-utilization'?"),
         # Of servers.
@@ -125,36 +126,30 @@ def test_one_prompt_is_streamed_to_stdout(capfd):
     assert "decoding keeps" in err
 
 
-def test_inspect_counts_without_loading(capfd):
-    assert run(["inspect", "--model", str(GOLDEN)]) == 0
-    out = capfd.readouterr().out
-    assert "NemotronH" in out
-    assert "M-M*-M" in out
-    assert run(["inspect", "--model", "mamba2-2.7b"]) == 0
-    assert "none: no attention" in capfd.readouterr().out
+YARN = '{"rope_scaling": {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 262144}}'
+KERNELS = ["--model", "nemotron-3-nano-30b-a3b", "--kernels", "--platform"]
 
 
 @pytest.mark.parametrize(
-    ("platform", "expected"),
+    ("words", "expected"),
     [
-        ("tpu", ("decode: paged_attention pallas_tpu", "prefill: gated_scan pallas_tpu")),
+        (["--model", str(GOLDEN)], ("NemotronH", "M-M*-M")),
+        (["--model", "mamba2-2.7b"], ("none: no attention",)),
+        (["--model", "qwen3-next-80b-a3b", "--hf-overrides", YARN], ("1,048,576",)),
+        (["--model", str(LFM2), "--adapter", str(LFM2 / "adapter")], ("(100.0% of their parameters)",)),
+        ([*KERNELS, "tpu"], ("decode: paged_attention pallas_tpu", "prefill: gated_scan pallas_tpu")),
         pytest.param(
-            *("gpu", ("decode: gated_update pallas_gpu", "expert_mlp xla (not pallas_gpu: 2048 tokens, more than")),
+            [*KERNELS, "gpu"],
+            ("decode: gated_update pallas_gpu", "expert_mlp xla (not pallas_gpu: 2048 tokens, more than"),
             marks=pytest.mark.full,
         ),
     ],
 )
-def test_inspect_shows_the_implementations_of_a_platform(platform, expected, capfd):
-    assert run(["inspect", "--model", "nemotron-3-nano-30b-a3b", "--kernels", "--platform", platform]) == 0
+def test_inspect_describes_models_and_kernels_without_loading(words, expected, capfd):
+    assert run(["inspect", *words]) == 0
     said = " ".join(capfd.readouterr().out.split())
     for line in expected:
         assert line in said
-
-
-def test_inspect_shows_the_overridden_config(capfd):
-    overrides = '{"rope_scaling": {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 262144}}'
-    assert run(["inspect", "--model", "qwen3-next-80b-a3b", "--hf-overrides", overrides]) == 0
-    assert "1,048,576" in capfd.readouterr().out
 
 
 @pytest.fixture(scope="module")
@@ -326,11 +321,3 @@ def test_a_list_on_the_command_line_replaces_that_of_the_file(tmp_path):
     words = translate_arguments("serve", ["--config", str(config), "--served-model-name", "c", "d", "--no-warmup"])
     assert words[-5:] == ["--served-model-name", "c", "--served-model-name", "d", "--no-warmup"]
     assert "a" not in words
-
-
-def test_inspect_shows_the_share_that_an_adapter_covers(capfd):
-    golden = Path(__file__).parents[2] / "golden/lfm2"
-    assert run(["inspect", "--model", str(golden), "--adapter", str(golden / "adapter")]) == 0
-    assert "(100.0% of their parameters)" in capfd.readouterr().out
-    assert run(["inspect", "--model", str(golden), "--adapter", str(golden)]) == 2
-    assert "adapter_config.json" in capfd.readouterr().err
