@@ -16,13 +16,15 @@ from checkpoints.resolve import resolve
 from checkpoints.text.chat import ChatTemplates, Message
 from checkpoints.text.stream import StreamDecoder, continued, following_text
 from checkpoints.text.tokenizer_files import (
+    LETTERS,
     SENTENCEPIECE_FILE,
     TIKTOKEN_FILE,
     VOCABULARY_FILE,
-    add_lacking,
     byte_letters,
+    class_of,
     read_sentencepiece,
     read_tiktoken,
+    read_tokenizer_json,
     read_vocabulary,
 )
 
@@ -206,22 +208,20 @@ def read_tokenizer(directory: Path) -> Tokenizer | None:
     Raises:
         CheckpointError: a file is there but broken.
     """
-    path, settings = directory / "tokenizer.json", read_json_if_present(directory / "tokenizer_config.json")
+    settings = read_json_if_present(directory / "tokenizer_config.json")
     older = read_json_if_present(directory / "added_tokens.json").items()
     added = {"added_tokens_decoder": {str(token_id): {"content": text} for text, token_id in older}, **settings}
-    if not path.is_file():
-        names = (name for name in (TIKTOKEN_FILE, SENTENCEPIECE_FILE, VOCABULARY_FILE) if (directory / name).is_file())
-        file = next(names, None)
-        read = None if file is None else _reader(directory / file, settings)
-        if file is None or read is None:
-            return None
-        backend = read(directory / file, added)
-    else:
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-            add_lacking(backend, added)
-        except Exception as error:  # the package raises bare Exception for any problem of the file
-            raise CheckpointError(f"{path}: not a usable tokenizer ({one_line(error)})") from error
+    names = "tokenizer.json", TIKTOKEN_FILE, SENTENCEPIECE_FILE, VOCABULARY_FILE
+    path = next((file for name in names if (file := directory / name).is_file()), None)
+    read = None if path is None else _reader(path, settings)
+    if path is None or read is None:
+        return None
+    try:
+        backend = read(path, added)
+    except CheckpointError:
+        raise
+    except Exception as error:  # the package raises bare Exception; a file can hold anything
+        raise CheckpointError(f"{path}: not a usable tokenizer ({one_line(error)})") from error
     # Truncation and padding are for training batches; a server must neither truncate nor pad prompts.
     backend.no_truncation()
     backend.no_padding()
@@ -231,9 +231,11 @@ def read_tokenizer(directory: Path) -> Tokenizer | None:
 def _reader(
     path: Path, settings: Mapping[str, Any]
 ) -> Callable[[Path, Mapping[str, Any]], tokenizers.Tokenizer] | None:
-    """Returns what reads a file of a tokenizer; None if it is of none of the known forms."""
+    """Returns the reader of a tokenizer's file; None if it is of none of the known forms."""
+    if path.name == "tokenizer.json":
+        return read_tokenizer_json
     if path.name == VOCABULARY_FILE:
-        return read_vocabulary(settings)
+        return read_vocabulary if class_of(settings) in LETTERS else None
     with open_regular(path) as file:
         start = file.read(_FIRST_LINE)
     if path.name == TIKTOKEN_FILE or re.match(rb"([A-Za-z0-9+/=]{4})+ \d+\s", start):

@@ -1,13 +1,12 @@
-"""Tokenizers of repositories without `tokenizer.json`: `tiktoken.model`, SentencePiece's `tokenizer.model`, and
-`vocab.json` with `merges.txt`."""
+"""Readers of tokenizers: `tokenizer.json`, `tiktoken.model`, SentencePiece's `tokenizer.model`, and `vocab.json` with
+`merges.txt`. They raise any exception for a file that they cannot use."""
 
 from __future__ import annotations
 
 import base64
 import re
 import struct
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from google.protobuf.empty_pb2 import Empty
 from google.protobuf.unknown_fields import UnknownFieldSet
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from checkpoints.errors import CheckpointError, one_line
 from checkpoints.json_file import open_regular
 
 TIKTOKEN_FILE = "tiktoken.model"
@@ -45,20 +43,15 @@ def read_tiktoken(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
     Args:
         path: the file.
         settings: tokenizer_config.json, whose `added_tokens_decoder` has the special tokens by id.
-    Raises:
-        CheckpointError: the file is not of this form, or ranks or ids are missing.
     """
-    try:
-        lines = (line.split() for line in path.read_bytes().splitlines() if line)
-        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
-        entries = (settings.get("added_tokens_decoder") or {}).items()
-        added = {int(token_id): added_token(entry, special=True) for token_id, entry in entries}
-    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-        raise CheckpointError(f"{path}: not a usable tokenizer ({one_line(error)})") from error
+    lines = (line.split() for line in path.read_bytes().splitlines() if line)
+    ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+    entries = (settings.get("added_tokens_decoder") or {}).items()
+    added = {int(token_id): added_token(entry, special=True) for token_id, entry in entries}
     if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([each]) not in ranks for each in range(256)):
-        raise CheckpointError(f"{path}: not a usable tokenizer (ranks or single bytes are missing)")
+        raise ValueError("ranks or single bytes are missing")
     if max(map(len, ranks)) > _MOST_CHARACTERS:
-        raise CheckpointError(f"{path}: not a usable tokenizer (a piece is too long)")
+        raise ValueError("a piece is too long")
     letters = byte_letters()
     texts = {token: "".join(map(letters.__getitem__, token)) for token in ranks}
     merges: list[tuple[str, str]] = []
@@ -76,10 +69,7 @@ def read_tiktoken(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ])  # fmt: skip
     tokenizer.decoder = decoders.ByteLevel()
-    try:
-        add_tokens(tokenizer, {each: token for each, token in added.items() if each >= len(ranks)}, len(ranks))
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not a usable tokenizer ({one_line(error)})") from error
+    add_tokens(tokenizer, {each: token for each, token in added.items() if each >= len(ranks)}, len(ranks))
     return tokenizer
 
 
@@ -130,34 +120,37 @@ def add_lacking(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> None:
     add_tokens(tokenizer, new, size)
 
 
+def read_tokenizer_json(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
+    """Reads `tokenizer.json`, with the tokens that only tokenizer_config.json has."""
+    tokenizer = Tokenizer.from_file(str(path))
+    add_lacking(tokenizer, settings)
+    return tokenizer
+
+
 VOCABULARY_FILE = "vocab.json"
-_LETTERS = {"Qwen2Tokenizer": r"\p{L}", "Qwen3_5Tokenizer": r"\p{L}\p{M}"}
-"""What words consist of, by `tokenizer_class`."""
+LETTERS = {"GPT2Tokenizer": None, "Qwen2Tokenizer": r"\p{L}", "Qwen3_5Tokenizer": r"\p{L}\p{M}"}
+"""What words consist of, by the known classes of tokenizers; None: as the package has it."""
 
 
-def read_vocabulary(settings: Mapping[str, Any]) -> Callable[[Path, Mapping[str, Any]], Tokenizer] | None:
-    """Returns what reads `vocab.json` and `merges.txt` of GPT-2's or Qwen's tokenizers; None for other classes, as how
-    texts are split is part of their code."""
-    name = str(settings.get("tokenizer_class")).removesuffix("Fast")
-    return partial(_read_vocabulary, _LETTERS.get(name)) if name in {"GPT2Tokenizer", *_LETTERS} else None
+def class_of(settings: Mapping[str, Any]) -> str:
+    """Returns the class of a tokenizer, whose code has how texts are split."""
+    return str(settings.get("tokenizer_class")).removesuffix("Fast")
 
 
-def _read_vocabulary(letters: str | None, path: Path, settings: Mapping[str, Any]) -> Tokenizer:
-    space = settings.get("add_prefix_space") is True
-    try:
-        tokenizer = Tokenizer(models.BPE.from_file(str(path), str(path.with_name("merges.txt"))))
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=space, use_regex=letters is None)
-        if letters is not None:
-            words = rf"[^\r\n\p{{L}}\p{{N}}]?[{letters}]+|\p{{N}}| ?[^\s{letters}\p{{N}}]+[\r\n]*"
-            pattern = rf"{_SUFFIXES.removesuffix('?')}|{words}|\s*[\r\n]+|\s+(?!\S)|\s+"
-            split = pre_tokenizers.Split(Regex(pattern), "isolated")
-            tokenizer.normalizer = normalizers.NFC()
-            tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, tokenizer.pre_tokenizer])
-        tokenizer.decoder = decoders.ByteLevel()
-        add_lacking(tokenizer, settings)
-        _add_ends(tokenizer, {}, {"add_bos_token": False, **settings})
-    except Exception as error:  # the package raises bare Exception; a file can hold anything
-        raise CheckpointError(f"{path}: not a usable tokenizer ({one_line(error)})") from error
+def read_vocabulary(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
+    """Reads `vocab.json` and `merges.txt` of one of the known classes."""
+    space, letters = settings.get("add_prefix_space") is True, LETTERS[class_of(settings)]
+    tokenizer = Tokenizer(models.BPE.from_file(str(path), str(path.with_name("merges.txt"))))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=space, use_regex=letters is None)
+    if letters is not None:
+        words = rf"[^\r\n\p{{L}}\p{{N}}]?[{letters}]+|\p{{N}}| ?[^\s{letters}\p{{N}}]+[\r\n]*"
+        pattern = rf"{_SUFFIXES.removesuffix('?')}|{words}|\s*[\r\n]+|\s+(?!\S)|\s+"
+        split = pre_tokenizers.Split(Regex(pattern), "isolated")
+        tokenizer.normalizer = normalizers.NFC()
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, tokenizer.pre_tokenizer])
+    tokenizer.decoder = decoders.ByteLevel()
+    add_lacking(tokenizer, settings)
+    _add_ends(tokenizer, {}, {"add_bos_token": False, **settings})
     return tokenizer
 
 
@@ -187,28 +180,21 @@ def read_sentencepiece(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
         settings: tokenizer_config.json: `added_tokens_decoder`, which may rename pieces; `bos_token`, `eos_token`,
             `add_bos_token` (true without it, if there is such a token), `add_eos_token`, and `legacy` (true without
             it): texts after special tokens begin with a space too.
-    Raises:
-        CheckpointError: the file is not of this form, or of a kind that is neither BPE nor unigram.
     """
-    try:
-        with open_regular(path) as file:
-            fields = _message(file.read(_MOST_BYTES))
-        trainer, rules = (_message(_last(fields, number, b"")) for number in (2, 3))
-        pieces = [_message(piece) for piece in fields.get(1, ())]
-        texts = [_last(piece, 1, b"").decode() for piece in pieces]
-        scores = [float(_last(piece, 2, 0.0)) for piece in pieces]
-        kinds = [_last(piece, 3, 1) for piece in pieces]
-        added = _added(texts, kinds, settings.get("added_tokens_decoder") or {})
-        model = _model(_last(trainer, 3, _UNIGRAM), texts, scores, kinds, bool(_last(trainer, 35, 0)))
-        tokenizer = Tokenizer(model)
-        whole = [token.content for token in added.values() if token.normalized]
-        _normalize(tokenizer, rules, whole, legacy=settings.get("legacy") is not False)
-        add_tokens(tokenizer, added, len(texts))
-        _add_ends(tokenizer, trainer, settings)
-    except CheckpointError:
-        raise
-    except Exception as error:  # the package raises bare Exception; a file can hold anything
-        raise CheckpointError(f"{path}: not a usable tokenizer ({one_line(error)})") from error
+    with open_regular(path) as file:
+        fields = _message(file.read(_MOST_BYTES))
+    trainer, rules = (_message(_last(fields, number, b"")) for number in (2, 3))
+    pieces = [_message(piece) for piece in fields.get(1, ())]
+    texts = [_last(piece, 1, b"").decode() for piece in pieces]
+    scores = [float(_last(piece, 2, 0.0)) for piece in pieces]
+    kinds = [_last(piece, 3, 1) for piece in pieces]
+    added = _added(texts, kinds, settings.get("added_tokens_decoder") or {})
+    model = _model(_last(trainer, 3, _UNIGRAM), texts, scores, kinds, bool(_last(trainer, 35, 0)))
+    tokenizer = Tokenizer(model)
+    whole = [token.content for token in added.values() if token.normalized]
+    _normalize(tokenizer, rules, whole, legacy=settings.get("legacy") is not False)
+    add_tokens(tokenizer, added, len(texts))
+    _add_ends(tokenizer, trainer, settings)
     return tokenizer
 
 
