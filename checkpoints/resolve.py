@@ -146,6 +146,13 @@ def local(ref: str, *, revision: str | None = None, download_dir: str | None = N
         return ref
     from huggingface_hub import constants, errors, snapshot_download  # only those who need it wait for it
 
+    offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} cannot be reached"
+    reasons = {
+        errors.GatedRepoError: "the hub asks for consent first: accept on its page, and set HF_TOKEN",
+        errors.RepositoryNotFoundError: "no such directory, and no such model on the hub (or HF_TOKEN is needed)",
+        errors.RevisionNotFoundError: f"the hub has no revision {revision!r} of it",
+        errors.LocalEntryNotFoundError: f"no such directory, not in the cache, and {offline}",
+    }
     try:
         return snapshot_download(
             ref,
@@ -154,17 +161,6 @@ def local(ref: str, *, revision: str | None = None, download_dir: str | None = N
             allow_patterns=[*_WITHOUT_WEIGHTS, *(_WEIGHTS if weights else ())],
             ignore_patterns=list(_LEFT_OUT),
         )
-    except errors.GatedRepoError:
-        raise CheckpointError(f"{ref}: the hub asks for consent first: accept on its page, and set HF_TOKEN") from None
-    except errors.RepositoryNotFoundError:
-        raise CheckpointError(
-            f"{ref}: no such directory, and no such model on the hub (or HF_TOKEN is needed)"
-        ) from None
-    except errors.RevisionNotFoundError:
-        raise CheckpointError(f"{ref}: the hub has no revision {revision!r} of it") from None
-    except errors.LocalEntryNotFoundError:
-        offline = constants.HF_HUB_OFFLINE
-        why = "HF_HUB_OFFLINE is set" if offline else f"{constants.ENDPOINT} cannot be reached"
-        raise CheckpointError(f"{ref}: no such directory, not in the cache, and {why}") from None
     except (OSError, ValueError, errors.RevisionResolutionError) as error:
-        raise CheckpointError(f"{ref}: cannot be downloaded: {' '.join(str(error).split())[:300]}") from None
+        known = (reason for kind, reason in reasons.items() if isinstance(error, kind))
+        raise CheckpointError(f"{ref}: {next(known, f'cannot be downloaded: {one_line(error)}')}") from None
