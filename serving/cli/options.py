@@ -90,7 +90,7 @@ def whole_number(text: str | int) -> int:
 
 
 def _option(name: str, group: Options) -> inspect.Parameter:
-    """Returns the option for a field. Its value is None if the command line does not set it."""
+    """Returns the option for a field. Its value is None if it is not required and the command line does not set it."""
     field = group.settings.model_fields[name]
     kind, many, choices = _plain(field.annotation)
     dashed = name.replace("_", "-")
@@ -103,6 +103,8 @@ def _option(name: str, group: Options) -> inspect.Parameter:
         metavar="INTEGER" if kind is int else choices,
         hidden=name not in group.settings.COMMON,
     )
+    if field.is_required():
+        return _parameter(name, kind, info, inspect.Parameter.empty)
     return _parameter(name, list[kind] | None if many else kind | None, info)  # type: ignore[valid-type]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,19 +16,14 @@ from serving.cli.options import Options, with_options
 from serving.cli.training.progress import finished, run_folder, training_console, weights_of
 from serving.settings import Settings
 
-_MODEL = typer.Option(help="Model that is adapted: a Hugging Face directory with a tokenizer, or demo.")
-_DATA = typer.Option(help='Text to train on: JSON lines with "text", or a prepared corpus.')
-_OUTPUT = typer.Option(help="Directory to create for the adapter.")
-_RUN = typer.Option(help="Directory for training state and log; makes the run resumable.")
-
 
 class TrainingOptions(Settings):
     """What these commands have in common."""
 
-    COMMON = (
-        "steps", "batch_size", "sequence_length", "learning_rate", "held_out", "compute_dtype", "rematerialize", "seed",
-    )  # fmt: skip
-
+    model: str = Field(description="Model that is adapted: a Hugging Face directory with a tokenizer, or demo.")
+    data: Path = Field(description='Text to train on: JSON lines with "text", or a prepared corpus.')
+    output: Path = Field(description="Directory to create for the adapter, or for the model's files and a draft layer.")
+    run: Path | None = Field(None, description="Directory for training state and log; makes the run resumable.")
     steps: int = Field(100, ge=1, description="Number of steps. Unset: 100, or 500 for a draft layer.")
     batch_size: int = Field(8, ge=1, description="Sequences per step.")
     sequence_length: int = Field(256, ge=2, description="Tokens of each. Unset: 256, or 512 for a draft layer.")
@@ -44,21 +40,20 @@ class TrainingOptions(Settings):
     seed: int = Field(0, description="Seed of the initial values and of the data order.")
 
 
+TrainingOptions.COMMON = tuple(TrainingOptions.model_fields)
 _OPTIONS = Options("options", TrainingOptions, "Training")
+_OF_SETTINGS = {"steps", "batch_size", "sequence_length", "compute_dtype", "rematerialize", "seed"}
+"""Those with the names of training settings."""
 
 
 @with_options(_OPTIONS)
 def train_lora(
     *,
-    model: Annotated[str, _MODEL],
-    data: Annotated[Path, _DATA],
-    output: Annotated[Path, _OUTPUT],
     rank: Annotated[int, typer.Option(min=1, help="Rank of the matrices of each layer.")] = 8,
     alpha: Annotated[float, typer.Option(help="The adapter is multiplied by alpha / rank.")] = 16.0,
     target_modules: Annotated[
         str, typer.Option(help="Last parts of module names, separated by commas; all-linear: every dense layer.")
     ] = "all-linear",
-    run: Annotated[Path | None, _RUN] = None,
     options: dict[str, Any],
 ) -> None:
     """Train a LoRA adapter, and write it as PEFT does."""
@@ -71,44 +66,34 @@ def train_lora(
         return new_adapter(config, target_layers(config, targets), rank=rank, alpha=alpha, seed=chosen.seed)
 
     def write(config: Any, values: dict[str, Any]) -> None:
-        write_adapter(output, adapter_modules(values), config, alpha=alpha, base=model)
+        write_adapter(chosen.output, adapter_modules(values), config, alpha=alpha, base=chosen.model)
 
-    _train(model, data, output, chosen, run, start, write)
+    _train(chosen, start, write)
 
 
 @with_options(_OPTIONS)
 def train_s0(
     *,
-    model: Annotated[str, _MODEL],
-    data: Annotated[Path, _DATA],
-    output: Annotated[Path, _OUTPUT],
     weight_decay: Annotated[float, typer.Option(help="Decay of the states, towards zeros.")] = 0.01,
     windows: Annotated[bool, typer.Option("--windows", help="Also train the windows of convolutions.")] = False,
-    run: Annotated[Path | None, _RUN] = None,
     options: dict[str, Any],
 ) -> None:
     """Train the initial states of recurrences ("S0 tuning"): requests then start from them, not from zeros."""
     from checkpoints.adapters.initial_state import parts_of, write_initial_state
     from mamba_jax.train.additions import initial_states, new_initial_states
 
-    def start(config: Any) -> dict[str, Any]:
-        return new_initial_states(config, windows=windows)
+    chosen = TrainingOptions.create(**{"learning_rate": 1e-2} | options)
 
     def write(config: Any, values: dict[str, Any]) -> None:
         states = {at: parts_of(config, at, arrays) for at, arrays in initial_states(values).items()}
-        write_initial_state(output, states, config)
+        write_initial_state(chosen.output, states, config)
 
     # A request starts from the state with its first token, so training separates documents.
-    chosen = TrainingOptions.create(**{"learning_rate": 1e-2} | options)
-    _train(model, data, output, chosen, run, start, write, weight_decay, separate=True)
+    _train(chosen, partial(new_initial_states, windows=windows), write, weight_decay, separate=True)
 
 
 def _train(
-    model: str,
-    data: Path,
-    output: Path,
     options: TrainingOptions,
-    run: Path | None,
     start: Callable[[Any], dict[str, Any]],
     write: Callable[[Any, dict[str, Any]], None],
     weight_decay: float = 0.0,
@@ -128,9 +113,9 @@ def _train(
     from mamba_jax.train.recipe import keep_recipe
     from serving.cli.training.train import read_data
 
-    console = training_console(output, data)
-    require_tokenizer(model)
-    files, weights = resolve(model).files, load_weights(model, dtype="float32")
+    run, console = options.run, training_console(options.output, options.data)
+    require_tokenizer(options.model)
+    files, weights = resolve(options.model).files, load_weights(options.model, dtype="float32")
     config = dataclasses.replace(weights.model.config, mtp_pattern="")
     with run_folder(run) as directory:
         values = {path: leaf for path, leaf in weights_of(weights.model).items() if not path.startswith(DRAFT_LAYER)}
@@ -141,13 +126,13 @@ def _train(
             "optimizer": {"learning_rate": rate, "warmup_steps": warmup, "weight_decay": weight_decay},
             "drafts": {"depth_weights": ()},
             "validate_every": options.steps,
-            **options.model_dump(exclude={"learning_rate", "held_out"}),
+            **options.model_dump(include=_OF_SETTINGS),
         })  # fmt: skip
         devices = jax.devices()[: math.gcd(settings.batch_size, len(jax.devices()))]
         check_run(settings, config, len(devices))
         if run is not None:
-            keep_recipe(run, settings, corpus_digest=corpus_digest(data), model=weights.digest)
-        batches, sequences = read_data(settings, data, files, directory, console)
+            keep_recipe(run, settings, corpus_digest=corpus_digest(options.data), model=weights.digest)
+        batches, sequences = read_data(settings, options.data, files, directory, console)
         validation = None
         if sequences is not None:
             validation = Validation(
@@ -166,7 +151,7 @@ def _train(
         if validation is not None:
             after = validation.loss(jax.device_put(done.values, devices[0]))
             console.print(f"held-out loss {before:.4f} before, {after:.4f} after", markup=False)
-    console.print(f"{output}", markup=False)
+    console.print(f"{options.output}", markup=False)
 
 
 _DEPTH_WEIGHTS = (1.0, 0.8, 0.6)
@@ -175,9 +160,6 @@ _DEPTH_WEIGHTS = (1.0, 0.8, 0.6)
 @with_options(Options("options", TrainingOptions, "Training", without=("held_out", "rematerialize")))
 def train_mtp(
     *,
-    model: Annotated[Path, typer.Option(help="Hugging Face directory with a tokenizer.")],
-    data: Annotated[Path, _DATA],
-    output: Annotated[Path, typer.Option(help="Directory to create for the model's files and the new layer.")],
     pattern: Annotated[
         str | None, typer.Option(help="Sublayers of a new layer: * attention, - MLP. Unset: *-.")
     ] = None,
@@ -186,7 +168,6 @@ def train_mtp(
     rollouts: Annotated[
         int, typer.Option(min=0, help="Tokens for the model to generate first; half of the training uses them.")
     ] = 0,
-    run: Annotated[Path | None, _RUN] = None,
     options: dict[str, Any],
 ) -> None:
     """Train a draft layer by distillation, leaving the model itself unchanged."""
@@ -201,9 +182,9 @@ def train_mtp(
     from mamba_jax.train.recipe import keep_recipe
     from serving.cli.training.rollouts import own_text
 
-    console = training_console(output, data)
     chosen = TrainingOptions.create(**{"steps": 500, "sequence_length": 512, "learning_rate": 2e-3} | options)
-    seed, tokenizer = chosen.seed, require_tokenizer(model)
+    model, data, output, run, seed = Path(chosen.model), chosen.data, chosen.output, chosen.run, chosen.seed
+    console, tokenizer = training_console(output, data), require_tokenizer(model)
     raw, config = with_draft_layer(model, pattern or load_config(model).mtp_pattern or "*-")
     values = weights_of(load_model(model))
     start = begun_draft_layer(config, values, seed)
@@ -214,7 +195,7 @@ def train_mtp(
     settings = train_config({
         "optimizer": optimizer | {"schedule": "stable", "decay_steps": chosen.steps // 2, "weight_decay": 0.01},
         "drafts": {"depth_weights": _DEPTH_WEIGHTS[:depth], "targets": "model", "detach": True},
-        **chosen.model_dump(exclude={"learning_rate", "held_out"}),
+        **chosen.model_dump(include=_OF_SETTINGS),
     })  # fmt: skip
     check_run(settings, config)
     if run is not None:
