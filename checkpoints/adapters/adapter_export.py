@@ -25,11 +25,11 @@ _BACKBONE = ("Mamba", "Mamba2")
 """Families whose module in transformers is `backbone`. In the others it is `model`."""
 
 
-def target_layers(config: HybridConfig, targets: tuple[str, ...] = (ALL_LINEAR,)) -> dict[str, str]:
+def target_layers(config: HybridConfig, targets: str = ALL_LINEAR) -> dict[str, str]:
     """Returns the dense layers that an adapter with these targets changes, and each layer's module in the checkpoint.
 
     Args:
-        targets: last parts of modules' names, such as `in_proj`; `all-linear` is every dense layer.
+        targets: last parts of modules' names, separated by commas, such as `in_proj`; `all-linear` is all dense layers.
     Raises:
         ModelConfigError: a target matches no dense layer, or layers of the model are used several times.
     """
@@ -40,11 +40,12 @@ def target_layers(config: HybridConfig, targets: tuple[str, ...] = (ALL_LINEAR,)
         path: sources[path].names[0].removesuffix(".weight") for path in adaptable_layers(HybridModel.abstract(config))
     }
     known = {name.rpartition(".")[2] for name in found.values()}
-    if unknown := sorted(set(targets) - known - {ALL_LINEAR}):
+    names = {name.strip() for name in targets.split(",")}
+    if unknown := sorted(names - known - {ALL_LINEAR}):
         raise ModelConfigError(
             f"target module {unknown[0]!r} is no dense layer of the model; known are {', '.join(sorted(known))}"
         )
-    return {path: name for path, name in found.items() if ALL_LINEAR in targets or name.rpartition(".")[2] in targets}
+    return {path: name for path, name in found.items() if ALL_LINEAR in names or name.rpartition(".")[2] in names}
 
 
 def write_adapter(

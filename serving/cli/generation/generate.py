@@ -123,7 +123,6 @@ def _generate_file(
     from serving.cli.generation.batch_file import run_batch
     from serving.engine.llm import LLM
 
-    EngineConfig.create(**flags)
     SamplingParams(**sampling)  # report a bad value on the command line once, not for every line
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     llm = LLM(**flags)

@@ -60,10 +60,10 @@ def train_lora(
     from checkpoints.adapters.adapter_export import target_layers, write_adapter
     from mamba_jax.train.additions import adapter_modules, new_adapter
 
-    chosen, targets = TrainingOptions.create(**options), tuple(name.strip() for name in target_modules.split(","))
+    chosen = TrainingOptions.create(**options)
 
     def start(config: Any) -> dict[str, Any]:
-        return new_adapter(config, target_layers(config, targets), rank=rank, alpha=alpha, seed=chosen.seed)
+        return new_adapter(config, target_layers(config, target_modules), rank=rank, alpha=alpha, seed=chosen.seed)
 
     def write(config: Any, values: dict[str, Any]) -> None:
         write_adapter(chosen.output, adapter_modules(values), config, alpha=alpha, base=chosen.model)

@@ -88,8 +88,7 @@ def train_grpo(
             raise ConfigError(f"--schedule-invariant: {error}") from None
     values: Any = {}
     if lora:
-        targets = tuple(name.strip() for name in target_modules.split(","))
-        values = new_adapter(config, target_layers(config, targets), rank=rank, alpha=alpha, seed=seed)
+        values = new_adapter(config, target_layers(config, target_modules), rank=rank, alpha=alpha, seed=seed)
     length = _LONGEST_PROMPT + max_tokens
     llm = LLM(
         model, dtype="float32", max_model_len=length + 1, max_num_seqs=64, state_block_size=128, tile_size=32,

@@ -95,7 +95,7 @@ def test_initial_states_are_trained_and_served(windows, tmp_path, capfd):
 
 def test_a_new_adapter_and_targets(tmp_path, capfd):
     config = mamba_jax.load("demo").config
-    layers = target_layers(config, ("in_proj",))
+    layers = target_layers(config, "in_proj")
     values = new_adapter(config, layers, rank=2, alpha=4.0, seed=0)
     modules = set(layers.values())
     assert len(layers) == 3 * len(modules)
