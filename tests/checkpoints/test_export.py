@@ -23,9 +23,7 @@ from tests.checkpoints.checks import assert_equal, load, message, values
 from tests.support.models.golden_case import FIXTURES, NAMES
 from tests.support.models.tiny_configs import CHECKPOINT
 
-BAMBA, GRANITE, MAMBA2, OLMO = (
-    read_json(FIXTURES / name / "config.json") for name in ("bamba", "granite-rope", "mamba2", "olmo-hybrid")
-)
+BAMBA, GRANITE, MAMBA2 = (read_json(FIXTURES / name / "config.json") for name in ("bamba", "granite-rope", "mamba2"))
 
 
 @pytest.mark.parametrize(

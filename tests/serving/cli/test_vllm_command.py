@@ -17,8 +17,6 @@ from serving.config import ConfigError, EngineConfig
 from serving.engine.llm import LLM
 from serving.vllm.flags import FLAGS, engine_flags, translate
 
-ROOT = Path(__file__).resolve().parents[3]
-
 
 @pytest.mark.parametrize(
     ("line", "ours"),
