@@ -110,7 +110,7 @@ def test_eval(trained, capsys):
     assert found["accuracy"]["problems"] == 6
     capsys.readouterr()
     assert run(["eval", "--model", str(trained / "run/model")]) == 2
-    assert "has no heldout_problems.jsonl" in capsys.readouterr().err
+    assert "no heldout_problems.jsonl in" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
