@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 from checkpoints.load import load_config
 from mamba_jax.kernel_check.calls import calls_of, with_kernels
 from mamba_jax.kernel_check.compare import calls_for, comparison, timing
-from mamba_jax.kernel_check.values import values_of
+from mamba_jax.kernel_check.values import Values
 from serving.capacity.compiling import slice_mesh
 from serving.capacity.targets import target
 from serving.engine.assembly.kernel_check_child import BANDWIDTH, LOOP, MOST, checked_sizes
@@ -35,7 +35,7 @@ def main() -> None:
     for call, kernel in with_kernels(calls_of(load_config(options.model), "tpu", sizes), "tpu"):
         seed = (jax.ShapeDtypeStruct((), jnp.uint32),)
         programs: list[tuple[Any, Any, dict[str, Any]]] = [(comparison(call, kernel), seed, {})]
-        calls = calls_for(LOOP, values_of(call, classes=False).moved / BANDWIDTH, MOST)
+        calls = calls_for(LOOP, Values(call, classes=False).moved / BANDWIDTH, MOST)
         for name in (kernel, call.plain):
             make, loop = timing(call, name, calls=calls)
             programs.append((loop, jax.eval_shape(make), {"donate_argnums": 0}))

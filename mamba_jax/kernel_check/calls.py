@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -98,36 +98,35 @@ class Call:
         return [one.name for one in able if one.automatic]
 
     @property
+    def paths(self) -> list[tuple[tuple[Any, ...], jax.ShapeDtypeStruct]]:
+        """The arrays among the arguments, first those of stores that the operation updates, each with its path."""
+        leaves = jax.tree_util.tree_leaves_with_path(self._parts)
+        return [(path[1:], leaf) for path, leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
+
+    @property
     def arrays(self) -> list[jax.ShapeDtypeStruct]:
-        """The arrays among the arguments, in their order."""
-        return [leaf for leaf in jax.tree.leaves(dict(self.arguments)) if isinstance(leaf, jax.ShapeDtypeStruct)]
+        """The arrays of `paths`."""
+        return [leaf for _, leaf in self.paths]
 
     def filled(self, arrays: Sequence[Any]) -> dict[str, Any]:
         """Returns the arguments with these in place of `arrays`."""
-        leaves, structure = jax.tree.flatten(dict(self.arguments))
+        leaves, structure = jax.tree.flatten(self._parts)
         given = iter(arrays)
-        return jax.tree.unflatten(
+        stores, others = jax.tree.unflatten(
             structure, [next(given) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in leaves]
         )
+        return stores | others
 
-    def apart(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def apart(self, arrays: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         """Divides arrays, in the order of `arrays`, into those of stores and others."""
-        first, second = (
-            [v for v, which in zip(arrays, self._stored, strict=True) if which is one] for one in (True, False)
-        )
-        return first, second
-
-    def filled_apart(self, stores: Sequence[Any], others: Sequence[Any]) -> dict[str, Any]:
-        """As `filled`, of what `apart` returns."""
-        each = {True: iter(stores), False: iter(others)}
-        return self.filled([next(each[which]) for which in self._stored])
+        count = len(jax.tree.leaves(self._parts[0]))
+        return arrays[:count], arrays[count:]
 
     @property
-    def _stored(self) -> list[bool]:
-        """Which arrays are those of stores that the operation updates."""
+    def _parts(self) -> list[dict[str, Any]]:
+        """The stores that the operation updates, and the other arguments."""
         updated = STORES if self.operation != "read_windows" else ()
-        leaves = jax.tree_util.tree_leaves_with_path(dict(self.arguments))
-        return [path[0].key in updated for path, leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
+        return [{name: v for name, v in self.arguments.items() if (name in updated) is one} for one in (True, False)]
 
     def split(self, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns values by place and by name."""
@@ -225,7 +224,8 @@ def calls_of(
         for divided in (False, True) if sizes.members > 1 and isinstance(batch, PrefillBatch) else (False,):
 
             def trace(choice: KernelChoice, divided: bool = divided, step: Any = (*state, batch)) -> None:
-                with _mesh_of(sizes.members) if divided else nullcontext():
+                mesh = AbstractMesh((sizes.members, 1), (CONTEXT, TENSOR), (AxisType.Auto,) * 2)
+                with use_abstract_mesh(mesh) if divided else nullcontext():
                     StepPrograms(model, tile_size=sizes.tile_size, kernels=choice).trace(*step)
 
             for call in recorded(trace, f"divided {phase}" if divided else phase, platform):
@@ -233,10 +233,6 @@ def calls_of(
                     call = _first_part(call, sizes.members)
                 _add(found, (call.operation, *jax.tree.leaves(call.arguments), rows), call)
     return list(found.values())
-
-
-def _mesh_of(members: int) -> AbstractContextManager[Any]:
-    return use_abstract_mesh(AbstractMesh((members, 1), (CONTEXT, TENSOR), (AxisType.Auto,) * 2))
 
 
 def _first_part(call: Call, members: int) -> Call:
@@ -250,7 +246,12 @@ def _first_part(call: Call, members: int) -> Call:
 def _steps(model: HybridModel, sizes: Sizes) -> Iterator[tuple[str, int, tuple[Any, Any], StepBatch]]:
     """Yields a name, the number of rows, shapes of a store and of rows, and a batch, of each step."""
     pages = -(-(sizes.context + max(sizes.steps)) // sizes.page_size)
-    state = partial(described, model, page_size=sizes.page_size, ssm_dtype=sizes.ssm_dtype, kv_dtype=sizes.kv_dtype)
+    stored: dict[str, Any] = {"page_size": sizes.page_size, "ssm_dtype": sizes.ssm_dtype, "kv_dtype": sizes.kv_dtype}
+
+    def state(**room: Any) -> tuple[Any, Any]:
+        store, seats = state_makers(model, **room, **stored)
+        return jax.eval_shape(store), jax.eval_shape(seats)
+
     replayed = not StoreShape.of(model.config).unreplayable_state
     for rows, steps, interval in itertools.product(sizes.rows, sizes.steps, sizes.intervals):
         if interval > 1 and not replayed:
@@ -268,12 +269,6 @@ def _steps(model: HybridModel, sizes: Sizes) -> Iterator[tuple[str, int, tuple[A
         each = 1 + rows * -(-pages // sizes.members)
         room = {"num_slots": 2 + rows + tiles + 8, "num_pages": each * sizes.members}
         yield f"prefill of {tokens} tokens", rows, state(rows=rows, **room), prefill
-
-
-def described(model: HybridModel, **sizes: Any) -> tuple[Any, Any]:
-    """Shapes of what `state_makers` make. Nothing is allocated."""
-    store, rows = state_makers(model, **sizes)
-    return jax.eval_shape(store), jax.eval_shape(rows)
 
 
 def state_makers(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,11 +13,13 @@ from jax import lax
 
 from mamba_jax.kernel_check.calls import Call
 from mamba_jax.kernel_check.compiling import Compiler
-from mamba_jax.kernel_check.values import values_of
+from mamba_jax.kernel_check.values import Values
 
 WIDE, NARROW, STATES = 1e-3, 2e-2, 5e-3
 """Errors allowed of float32 results, of 16-bit results, and of float32 states made of 16-bit inputs: of the largest
 number of the same row or slot, or of a twentieth of the largest of all, whichever is larger."""
+MARGIN = 1.05
+"""A kernel is slower if it takes longer than the plain form by this factor."""
 
 
 class Comparison(NamedTuple):
@@ -46,7 +48,7 @@ class Comparison(NamedTuple):
 
 def comparison(call: Call, implementation: str) -> Callable[[Any], Any]:
     """Returns a function of a seed, to be compiled: the first three fields of a `Comparison`, and a digest."""
-    values = values_of(call, classes=True)
+    values = Values(call, classes=True)
     narrow = any(jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4 for leaf in call.arrays)
 
     def run(seed: Any) -> Any:
@@ -55,8 +57,10 @@ def comparison(call: Call, implementation: str) -> Callable[[Any], Any]:
         found = lax.optimization_barrier(call.run(implementation, arguments))
         plain = call.run(call.plain, arguments)
         real, plain_y = (_real(out[0], values.real) for out in (found, plain))
-        y = _worst(real, plain_y, lambda leaf: NARROW if leaf.dtype.itemsize < 4 or narrow else WIDE)
-        states, kept = jnp.float32(0), jnp.bool(True)
+        y = states = jnp.float32(0)
+        kept = jnp.bool(True)
+        for one, right in zip(jax.tree.leaves(real), jax.tree.leaves(plain_y), strict=True):
+            y = jnp.maximum(y, _error(one, right, NARROW if right.dtype.itemsize < 4 or narrow else WIDE))
         for name, want in plain[1].items():
             for new, old, right in zip(
                 *(jax.tree.leaves(tree) for tree in (found[1][name], arguments[name], want)), strict=True
@@ -67,7 +71,8 @@ def comparison(call: Call, implementation: str) -> Callable[[Any], Any]:
                 untouched = _same(right, old).reshape(len(right), -1).all(1)
                 changed = ~_same(new, old).reshape(len(right), -1).all(1)
                 kept &= ~(untouched & changed).any()
-        return y, states, kept, _digest(jax.tree.leaves((real, _slots(found[1]))))
+        # Null slots mean nothing.
+        return y, states, kept, _digest(jax.tree.leaves((real, jax.tree.map(lambda store: store[1:], found[1]))))
 
     return run
 
@@ -95,23 +100,11 @@ def _digest(arrays: list[jax.Array]) -> jax.Array:
     return total
 
 
-def _slots(stores: Mapping[str, Any]) -> Any:
-    """Without null slots, whose contents mean nothing."""
-    return jax.tree.map(lambda store: store[1:], dict(stores))
-
-
 def _real(y: Any, real: Any) -> Any:
     """y with zeros where it is that of padding, and of no meaning."""
     if real is None or y is None:
         return y
     return jax.tree.map(lambda v: jnp.where(real.reshape(*real.shape, *[1] * (v.ndim - real.ndim)), v, 0), y)
-
-
-def _worst(found: Any, plain: Any, allowed: Callable[[jax.Array], float]) -> jax.Array:
-    worst = jnp.float32(0)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True):
-        worst = jnp.maximum(worst, _error(one, other, allowed(other)))
-    return worst
 
 
 def _error(found: jax.Array, plain: jax.Array, allowed: float) -> jax.Array:
@@ -128,11 +121,7 @@ def _error(found: jax.Array, plain: jax.Array, allowed: float) -> jax.Array:
 
 
 def _same(one: jax.Array, other: jax.Array) -> jax.Array:
-    return (
-        (one == other) | (jnp.isnan(one) & jnp.isnan(other))
-        if jnp.issubdtype(one.dtype, jnp.floating)
-        else one == other
-    )
+    return (one == other) | (jnp.isnan(one) & jnp.isnan(other))
 
 
 class Timed(NamedTuple):
@@ -171,7 +160,7 @@ def timing(call: Call, implementation: str, *, calls: int) -> tuple[Callable[[],
 
     The stores are updated in place, as in a step. Barriers keep the compiler from moving a call out of the loop.
     """
-    values = values_of(call, classes=False)
+    values = Values(call, classes=False)
 
     def make() -> Any:
         return call.apart(values.make(0))
@@ -179,7 +168,7 @@ def timing(call: Call, implementation: str, *, calls: int) -> tuple[Callable[[],
     def loop(stores: list[Any], others: list[Any]) -> Any:
         def body(step: Any, carry: Any) -> Any:
             stores, rest, _ = lax.optimization_barrier((carry[0], others, step))
-            y, new = call.run(implementation, call.filled_apart(stores, rest))
+            y, new = call.run(implementation, call.filled([*stores, *rest]))
             after = [leaf for name in sorted(new) for leaf in jax.tree.leaves(new[name])]
             return after or stores, y
 
@@ -201,7 +190,7 @@ def compiled_timings(
 ) -> dict[str, Timed]:
     """Compiles loops of the implementation and of the plain form, of as many calls, up to `most`, as probably take so
     long; by name."""
-    moved = values_of(call, classes=False).moved
+    moved = Values(call, classes=False).moved
     calls = calls_for(seconds, moved / bandwidth, most)
     options = {"xla_gpu_enable_command_buffer": _GRAPH} if jax.default_backend() == "gpu" else None
 

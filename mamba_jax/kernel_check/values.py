@@ -7,7 +7,6 @@ row is full, for timing.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -37,40 +36,6 @@ _RANGES = {
     "norm": (0.5, 1.5),
 }
 """Lowest and highest value by the name of an array; others are symmetric around 0."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Values:
-    """The arrays of a call."""
-
-    make: Callable[[Any], list[jax.Array]]
-    """Returns the call's arrays, of a seed for their floats; to be traced, so that a device makes large ones."""
-    moved: int
-    """Bytes that must be read and written at least: all arguments once, of stores the slots and pages in use."""
-    real: np.ndarray | None
-    """Which leading places of y are those of tokens, where y of padding has no meaning; None: all of y has one."""
-
-
-def values_of(call: Call, *, classes: bool) -> Values:
-    """Returns the arrays of a call."""
-    found = _Indexes(call, classes)
-    flat = jax.tree_util.tree_leaves_with_path(dict(call.arguments))
-    places = {_names(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(found.known)}
-
-    def make(seed: Any) -> list[jax.Array]:
-        arrays = []
-        for number, (path, leaf) in enumerate(flat):
-            if not isinstance(leaf, jax.ShapeDtypeStruct):
-                continue
-            names = _names(path)
-            if names[0] in found.known:
-                arrays.append(jnp.asarray(places[names], leaf.dtype))
-                continue
-            made = _floats(names, leaf, jnp.uint32(number) + jnp.asarray(seed, jnp.uint32) * 64, call)
-            arrays.append(found.with_classes(names, made) if classes else made)
-        return arrays
-
-    return Values(make, found.moved(), found.real)
 
 
 def _names(path: Any) -> tuple[str, ...]:
@@ -106,35 +71,28 @@ def _same_kind(places: Any, *arrays: np.ndarray) -> Any:
     return jax.tree.unflatten(jax.tree.structure(places), arrays)
 
 
-class _Indexes:
-    """The arguments of a call that say where things lie, the padding that follows, and what is read and written."""
+class Values:
+    """The arrays of a call."""
 
-    def __init__(self, call: Call, classes: bool) -> None:
+    def __init__(self, call: Call, *, classes: bool) -> None:
         self.call, self.classes = call, classes
-        self.known: dict[str, Any] = {}
         self._padding: np.ndarray | None = None
         """Which tokens [rows, steps] or [tiles, tile_size] are padding."""
         self.real: np.ndarray | None = None
+        """Which leading places of y are those of tokens, where y of padding has no meaning; None: all of y has one."""
         self._strong = -1
         """The row or tile with a strong decay."""
         self._touched: dict[str, float] = {}
         """How many slots, tails and pages are read and written."""
         arguments = call.arguments
-        for name, value in arguments.items():
-            if isinstance(value, Rows):
-                self.known[name] = self._rows(value)
-            elif isinstance(value, Tiles):
-                self.known[name] = self._tiles(value)
-            elif isinstance(value, Anchored):
-                self.known[name] = self._anchored(value)
-            elif isinstance(value, Packed):
-                self.known[name] = self._packed(value)
-        if "page_table" in arguments:
-            self.known |= self._pages()
-        if "group_sizes" in arguments:
-            self.known["group_sizes"] = self._groups()
-        if "order" in arguments:
-            self.known |= self._choice()
+        places: dict[type, Callable[[Any], Any]] = {
+            Rows: self._rows, Tiles: self._tiles, Anchored: self._anchored, Packed: self._packed
+        }  # fmt: skip
+        self.known = {name: places[type(v)](v) for name, v in arguments.items() if type(v) in places}
+        """The arguments that say where things lie."""
+        for name, find in (("page_table", self._pages), ("group_sizes", self._groups), ("order", self._choice)):
+            if name in arguments:
+                self.known |= find()
         if "index" in arguments:
             (rows,) = arguments["index"].shape
             index = 1 + np.arange(rows)
@@ -142,15 +100,26 @@ class _Indexes:
                 index[-1] = 0
             self._touched["windows"] = rows
             self.known["index"] = index.astype(np.int32)
-        if "valid" in arguments and classes and self._padding is not None:
-            self.known["valid"] = ~self._padding
-        elif "valid" in arguments and classes:
-            self.known["valid"] = np.arange(arguments["valid"].shape[0]) != 1
-
+        if "valid" in arguments and classes:
+            tokens = np.arange(arguments["valid"].shape[0])
+            self.known["valid"] = tokens != 1 if self._padding is None else ~self._padding
         if self._padding is not None and call.operation in ("gated_update", "gated_replay"):
             self.real = ~self._padding
 
-    def with_classes(self, names: tuple[str, ...], array: jax.Array) -> jax.Array:
+    def make(self, seed: Any) -> list[jax.Array]:
+        """Returns the call's arrays, of a seed for their floats; to be traced, so that a device makes large ones."""
+        known = {_names(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(self.known)}
+        arrays = []
+        for number, (path, leaf) in enumerate(self.call.paths):
+            names = _names(path)
+            if names[0] in self.known:
+                arrays.append(jnp.asarray(known[names], leaf.dtype))
+                continue
+            made = _floats(names, leaf, jnp.uint32(number) + jnp.asarray(seed, jnp.uint32) * 64, self.call)
+            arrays.append(self._with_classes(names, made) if self.classes else made)
+        return arrays
+
+    def _with_classes(self, names: tuple[str, ...], array: jax.Array) -> jax.Array:
         """NaN in null slots and padding, a strong decay, no strength in padding."""
         name = names[-1]
         if names[0] in (*STORES, "kv") and jnp.issubdtype(array.dtype, jnp.floating):
@@ -164,12 +133,11 @@ class _Indexes:
             return jnp.where(padding, 0, array).astype(array.dtype)
         return jnp.where(padding, jnp.nan, array).astype(array.dtype)
 
+    @property
     def moved(self) -> int:
-        """See `Values.moved`."""
+        """Bytes that must be read and written at least: all arguments once, of stores the slots and pages in use."""
         total = 0.0
-        for path, leaf in jax.tree_util.tree_leaves_with_path(dict(self.call.arguments)):
-            if not isinstance(leaf, jax.ShapeDtypeStruct):
-                continue
+        for path, leaf in self.call.paths:
             names, nbytes = _names(path), math.prod(leaf.shape) * bits_of(leaf.dtype) / 8
             for key in (names[-1], names[0]):
                 if key in self._touched:
@@ -321,14 +289,14 @@ class _Indexes:
             for name, v in (("positions", positions), ("page_table", table), ("block_row", row))
         }
 
-    def _groups(self) -> np.ndarray:
+    def _groups(self) -> dict[str, np.ndarray]:
         tokens, (experts,) = self.call.arguments["x"].shape[0], self.call.arguments["group_sizes"].shape
         chosen = np.random.default_rng(0).integers(0, experts, tokens - self.classes)
         if self.classes:
             chosen[chosen == 1] = 0  # an expert without tokens
         sizes = np.bincount(chosen, minlength=experts)
         self._touched["weight"] = int((sizes > 0).sum())
-        return sizes.astype(np.int32)
+        return {"group_sizes": sizes.astype(np.int32)}
 
     def _choice(self) -> dict[str, np.ndarray]:
         arguments = self.call.arguments

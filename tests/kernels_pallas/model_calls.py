@@ -320,7 +320,7 @@ def program(call, implementation=None):
     """The function (stores, others) -> (stores, y) of arrays, as `Call.apart` gives them: the first to be donated."""
 
     def run(stores, others):
-        args, kwargs = call.split(call.filled_apart(stores, others))
+        args, kwargs = call.split(call.filled([*stores, *others]))
         out = dispatch.call(call.operation, call.candidates, implementation, *args, **kwargs)
         return (out[1:], out[0]) if stores else ((), out)
 

@@ -22,7 +22,7 @@ from kernels_pallas.linear import linear, linear_pair
 from kernels_pallas.places import Anchored, Packed, Rows, Tiles
 from kernels_pallas.quantized import Quantized
 from mamba_jax.kernel_check.calls import NAMES, STORES
-from mamba_jax.kernel_check.values import values_of
+from mamba_jax.kernel_check.values import Values
 
 pytestmark = pytest.mark.full
 
@@ -97,7 +97,7 @@ def loss_of(call, leaves):
 def test_gradients(name, shape):
     """In float32 that of a small step in some direction; in bfloat16 about the same, and not 0."""
     call = call_of(name, shape, F32)
-    leaves = jax.jit(values_of(call, classes=False).make)(0)
+    leaves = jax.jit(Values(call, classes=False).make)(0)
     values, random = floats_of(leaves), np.random.default_rng(0)
     loss_and_gradient = jax.jit(jax.value_and_grad(loss_of(call, leaves)))
     _, gradient = loss_and_gradient(values)

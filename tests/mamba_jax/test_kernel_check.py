@@ -189,12 +189,12 @@ QUANTIZED = ("quantized_linear", "quantized_grouped_matmul")
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_every_kernel_of_a_model_can_be_compared(model, platform):
     """Each call has numbers: their shapes are those of the call."""
-    from mamba_jax.kernel_check.values import values_of
+    from mamba_jax.kernel_check.values import Values
 
     cases = with_kernels(calls_of(load_config(model), platform, SIZES), platform)
     assert {"decode", "prefill"} <= {call.phase.split()[0] for call, _ in cases}
     for call, _ in cases:
         assert call.operation in NAMES
         for classes in (False, True):
-            made = jax.eval_shape(values_of(call, classes=classes).make, 0)
+            made = jax.eval_shape(Values(call, classes=classes).make, 0)
             assert [(v.shape, v.dtype) for v in made] == [(v.shape, v.dtype) for v in call.arrays]
