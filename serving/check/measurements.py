@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mamba_jax.kernel_check.calls import Call
-from mamba_jax.kernel_check.compare import Timed, compiled_comparison, compiled_timings
+from mamba_jax.kernel_check.compare import MARGIN, Timed, compiled_comparison, compiled_timings
 from mamba_jax.kernel_check.compiling import Compiler
 from mamba_jax.model import HybridModel
 from serving.check.report import Deadline, Report
@@ -29,61 +29,63 @@ LONGEST = 4e-3
 """Seconds that a loop of calls should take."""
 Cases = list[tuple[Call, str]]
 """Calls, each with the name of a kernel."""
-MARGIN = 1.05
-"""A kernel that takes longer than the plain form by this factor is reported as slower."""
 
 
-class KernelCheck:
-    """Compiles all cases at once; `compare` and `time` then run them one after the other."""
+def wait_for_programs(compiler: Compiler, report: Report, deadline: Deadline) -> None:
+    """Waits for what was submitted: while it is compiled, nothing is timed."""
+    done, count, seconds = compiler.wait(0.8 * deadline.left)
+    report.add("compile", programs=count, done=done, seconds=round(seconds, 1))
 
-    def __init__(
-        self, compared: Cases, timed: Cases, report: Report, compiler: Compiler, *, copy: float, most: int = 1000
-    ) -> None:
-        """`copy`: bytes per second of a copy, which tells how many calls, up to `most`, a loop has."""
-        self._report, self._compiler, self._copy, self.failed = report, compiler, copy, 0
-        time = partial(compiled_timings, seconds=LONGEST, bandwidth=copy, most=most)
-        self._compared = [(*case, compiler.submit(compiled_comparison, *case, compiler)) for case in compared]
-        self._timed = [(*case, compiler.submit(time, *case, compiler)) for case in timed]
 
-    def compare(self, deadline: Deadline) -> None:
-        """Compares each kernel with the plain form, on rows of all classes."""
-        for call, kernel, compiling in deadline.each("kernel against plain", self._compared, named=_label):
-            about = {"call": call.label, "kernel": kernel}
-            try:
-                found = compiling.result(max(1.0, deadline.left))()
-                wrong = found.wrong
-                about |= {"of allowed error": round(max(found.y, found.states), 4)} if not wrong else {}
-            except (TimeoutError, CancelledError):
-                self._report.add("kernel against plain", **about, skipped="it is not compiled yet")
-                continue
-            except Exception as error:  # the other cases are still wanted
-                wrong = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            self.failed += bool(wrong)
-            self._report.add("kernel against plain", **about, **({"wrong": wrong} if wrong else {"equal": True}))
+def compare_kernels(cases: Cases, report: Report, compiler: Compiler, deadline: Deadline) -> int:
+    """Compares each kernel with the plain form, on rows of all classes; returns how many are wrong."""
+    failed, compared = 0, [(*case, compiler.submit(compiled_comparison, *case, compiler)) for case in cases]
+    wait_for_programs(compiler, report, deadline)
+    for call, kernel, compiling in deadline.each("kernel against plain", compared, named=_label):
+        about = {"call": call.label, "kernel": kernel}
+        try:
+            found = compiling.result(max(1.0, deadline.left))()
+            wrong = found.wrong
+            about |= {"of allowed error": round(max(found.y, found.states), 4)} if not wrong else {}
+        except (TimeoutError, CancelledError):
+            report.add("kernel against plain", **about, skipped="it is not compiled yet")
+            continue
+        except Exception as error:  # the other cases are still wanted
+            wrong = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        failed += bool(wrong)
+        report.add("kernel against plain", **about, **({"wrong": wrong} if wrong else {"equal": True}))
+    return failed
 
-    def time(self, deadline: Deadline) -> None:
-        """Times each kernel and the plain form, and reports both with the share of a copy's bandwidth."""
-        slower = []
-        if self._compiler.busy:
-            raise TimeoutError("programs are still being compiled")
-        for call, name, compiling in deadline.each("kernel", self._timed, named=_label):
-            try:
-                timed = compiling.result(max(1.0, deadline.left))
-                kernel, plain = (timed[each].seconds() * 1e6 for each in (name, call.plain))
-            except Exception as error:
-                why = f"{type(error).__name__}: {str(error)[:300]}"
-                self._report.add("kernel", call=call.label, by=name, error=why)
-                continue
-            moved = timed[name].moved
-            if kernel > plain * MARGIN:
-                slower.append(f"{call.label} by {name}: {kernel:.1f} us, plain {plain:.1f}")
-            self._report.add(
-                "kernel", call=call.label, by=name, us=round(kernel, 2), **{
-                    "us plain": round(plain, 2), "times as fast": round(plain / kernel, 3),
-                    "MB": round(moved / 1e6, 3), "of a copy": round(moved / kernel * 1e6 / self._copy, 3),
-                },
-            )  # fmt: skip
-        self._report.add("slower kernels", count=len(slower), calls=slower)
+
+def time_kernels(
+    cases: Cases, report: Report, compiler: Compiler, deadline: Deadline, *, copy: float, most: int
+) -> None:
+    """Times each kernel and the plain form, and reports both with the share of a copy's bandwidth.
+
+    copy: bytes per second of a copy, which tells how many calls, up to `most`, a loop has.
+    """
+    compiled = partial(compiled_timings, seconds=LONGEST, bandwidth=copy, most=most)
+    slower, loops = [], [(*case, compiler.submit(compiled, *case, compiler)) for case in cases]
+    wait_for_programs(compiler, report, deadline)
+    if compiler.busy:
+        raise TimeoutError("programs are still being compiled")
+    for call, name, compiling in deadline.each("kernel", loops, named=_label):
+        try:
+            timed = compiling.result(max(1.0, deadline.left))
+            kernel, plain = (timed[each].seconds() * 1e6 for each in (name, call.plain))
+        except Exception as error:
+            report.add("kernel", call=call.label, by=name, error=f"{type(error).__name__}: {str(error)[:300]}")
+            continue
+        moved = timed[name].moved
+        if kernel > plain * MARGIN:
+            slower.append(f"{call.label} by {name}: {kernel:.1f} us, plain {plain:.1f}")
+        report.add(
+            "kernel", call=call.label, by=name, us=round(kernel, 2), **{
+                "us plain": round(plain, 2), "times as fast": round(plain / kernel, 3),
+                "MB": round(moved / 1e6, 3), "of a copy": round(moved / kernel * 1e6 / copy, 3),
+            },
+        )  # fmt: skip
+    report.add("slower kernels", count=len(slower), calls=slower)
 
 
 def _label(case: tuple[Call, str, Any]) -> str:
@@ -139,6 +141,7 @@ GREEDY = Path(__file__).with_name("greedy.json")
 """Prompts, and what the demo model says after each in float32 on a CPU."""
 PROMPT = 64
 """Tokens of each request of `time_engine`."""
+_FLAGS: Any = {"max_num_seqs": 4, "num_slots": 32, "num_pages": 64, "warmup": False, "kernel_check": "off"}
 
 
 def check_greedy(report: Report) -> bool:
@@ -151,16 +154,7 @@ def check_greedy(report: Report) -> bool:
     before = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     jax.config.update("jax_default_matmul_precision", "float32")
     try:
-        with LLM(
-            "demo",
-            dtype="float32",
-            max_num_seqs=4,
-            max_model_len=512,
-            num_slots=16,
-            num_pages=64,
-            warmup=False,
-            kernel_check="off",
-        ) as llm:
+        with LLM("demo", dtype="float32", max_model_len=512, **_FLAGS) as llm:
             found = [list(out.outputs[0].token_ids) for out in llm.generate(prompts, params, use_tqdm=False)]
     finally:
         jax.config.update("jax_default_matmul_precision", before)
@@ -176,9 +170,8 @@ def check_bits(report: Report, tokens: int = 48) -> bool:
     `schedule_invariant`; True where that is not supported."""
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0)
     prompts: Any = [{"prompt_token_ids": [2 + row, *range(3, PROMPT + 5 * row)]} for row in range(4)]
-    flags = {"max_num_seqs": 4, "max_model_len": 256, "num_slots": 32, "num_pages": 64, "warmup": False}
     try:
-        with LLM("demo", schedule_invariant=True, kernel_check="off", **flags) as llm:
+        with LLM("demo", schedule_invariant=True, max_model_len=256, **_FLAGS) as llm:
             outputs = [llm.generate(some, params, use_tqdm=False)[0].outputs[0] for some in (prompts[:1], prompts)]
     except ConfigError as error:
         report.add("bits", skipped=str(error))

@@ -119,16 +119,11 @@ class ModelPrograms:
             return
         self._compiling[step].result(seconds)
         self.forget(step)
-        run, state = self._run(step), self._made(step)
-        state, out = run(state)
-        jax.block_until_ready((state, out))
+        state, _ = self._run(step, self._made(step), 1)
         best = float("inf")
         for _ in range(3):
-            begin = time.perf_counter()
-            for _ in range(STEPS):
-                state, out = run(state)
-            jax.block_until_ready((state, out))
-            best = min(best, (time.perf_counter() - begin) / STEPS)
+            state, taken = self._run(step, state, STEPS)
+            best = min(best, taken / STEPS)
         found: dict[str, Any] = {"ms": round(best * 1e3, 3)}
         if step.kind == "decode":
             moved = self._moved(step)
@@ -145,19 +140,13 @@ class ModelPrograms:
 
     def profile(self, step: Step, *, top: int = 25) -> None:
         """Reports the time of each kernel of a GPU in one step, by the profiler. Needs `time` to have run."""
-        run, state = self._run(step), self._made(step)
-        state, out = run(state)
-        jax.block_until_ready((state, out))
+        state, _ = self._run(step, self._made(step), 1)
         busy: Counter[str] = Counter()
         why, wall = "the profiler saw no kernel of a device", 0.0
         with TemporaryDirectory() as folder:
             try:
                 jax.profiler.start_trace(folder)
-                begin = time.perf_counter()
-                for _ in range(STEPS):
-                    state, out = run(state)
-                jax.block_until_ready((state, out))
-                wall = (time.perf_counter() - begin) / STEPS
+                wall = self._run(step, state, STEPS)[1] / STEPS
                 jax.profiler.stop_trace()
                 busy, counts = kernel_times(Path(folder))
             except Exception as error:  # not every machine lets a process profile its device
@@ -184,15 +173,15 @@ class ModelPrograms:
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self.page) if self.shape.pages else 1
 
-    def _run(self, step: Step) -> Callable[[Any], tuple[Any, Any]]:
+    def _run(self, step: Step, state: Any, times: int) -> tuple[Any, float]:
+        """Runs a step so many times; returns store and seats after it, and the seconds that it took."""
         batch, programs = self._batch(step), self._programs[step.graph]
-
-        def run(state: Any) -> tuple[Any, Any]:
-            store, seats = state
-            store, seats, out = programs.step(store, seats, batch)
-            return (store, seats), out
-
-        return run
+        begin = time.perf_counter()
+        for _ in range(times):
+            store, seats, out = programs.step(state[0], state[1], batch)
+            state = store, seats
+        jax.block_until_ready((state, out))
+        return state, time.perf_counter() - begin
 
     def _state(self, step: Step) -> tuple[Callable[[], Any], Callable[[], Any]]:
         prompts = {"decode": 0, "prefill": step.rows, "mixed": 1}[step.kind]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,15 @@ from mamba_jax.kernel_check.calls import Sizes, calls_of, with_kernels
 from mamba_jax.kernel_check.compiling import Compiler
 from serving.bench.report import environment
 from serving.check.measurements import (
-    KernelCheck,
+    Cases,
     check_bits,
     check_greedy,
+    compare_kernels,
     copy_bandwidth,
     time_collectives,
     time_engine,
+    time_kernels,
+    wait_for_programs,
 )
 from serving.check.programs import ModelPrograms, Step
 from serving.check.report import Deadline, Job, Report
@@ -85,26 +89,26 @@ class _Check:
         if programs is not None and not programs.shape.unreplayable_state:
             others += [Step("decode", each, interval=16) for each in rows[1:]]
 
-        def kernels(*, compared: bool) -> KernelCheck:
-            wanted = sizes if compared else dataclasses.replace(sizes, rows=timed_rows, steps=(1,))
+        def cases(wanted: Sizes) -> Cases:
             calls = calls_of(load_config(self.model), self.platform, wanted, dtype=dtype)
-            cases = with_kernels(calls, self.platform, interpreted=self.tiny and self.platform != "gpu")
-            found = KernelCheck(
-                cases if compared else [], [] if compared else [case for case in cases if not case[0].inner],
-                self.report, self.compiler, copy=copy, most=2 if self.tiny else 1000,
-            )  # fmt: skip
-            self._compile()
-            return found
+            return with_kernels(calls, self.platform, interpreted=self.tiny and self.platform != "gpu")
 
         def compare() -> None:
-            check = kernels(compared=True)
-            check.compare(self.deadline)
-            self.wrong += check.failed
+            self.wrong += compare_kernels(cases(sizes), self.report, self.compiler, self.deadline)
+
+        def time() -> None:
+            found = cases(dataclasses.replace(sizes, rows=timed_rows, steps=(1,)))
+            own = [case for case in found if not case[0].inner]
+            most = 2 if self.tiny else 1000
+            time_kernels(own, self.report, self.compiler, self.deadline, copy=copy, most=most)
+
+        def judge(check: Callable[[Report], bool]) -> None:
+            self.wrong += not check(self.report)
 
         def steps(*wanted: Step) -> None:
             for step in wanted:
                 programs.compile(step)
-            self._compile()
+            wait_for_programs(self.compiler, self.report, self.deadline)
             for step in self.deadline.each("step", wanted):
                 try:
                     if self.compiler.busy:
@@ -123,29 +127,22 @@ class _Check:
                 left=self.deadline.left,
             )  # fmt: skip
 
-        of_steps = [
+        jobs = [
             Job("decode", 7, lambda: steps(*decode)),
             Job("prefill", 3, lambda: steps(*prefill)),
-        ]
-        of_kernels = [
             Job("kernels against plain", 4, compare),
-            Job("kernels", 4, lambda: kernels(compared=False).time(self.deadline)),
-        ]
-        later = [
+            Job("kernels", 4, time),
             Job("steps", 4, lambda: steps(plain, *others)),
             Job("generate", 5, generate),
             Job("kernels of a step", 1, lambda: programs.profile(plain)),
-        ]
-        last = [
-            Job("greedy tokens", 2, self._greedy),
-            Job("bits", 1, self._bits),
+            Job("greedy tokens", 2, lambda: judge(check_greedy)),
+            Job("bits", 1, lambda: judge(check_bits)),
             Job("late steps", 1, lambda: steps(*programs.left)),
             Job("collectives", 1, lambda: time_collectives(self.report)),
         ]
-        if programs is None:
-            self.deadline.run([*of_kernels, *last[:2], last[-1]])
-        else:
-            self.deadline.run([*of_steps, *of_kernels, *later, *last])
+        without_model = ("kernels against plain", "kernels", "greedy tokens", "bits", "collectives")
+        self.deadline.run([job for job in jobs if programs is not None or job.name in without_model])
+        if programs is not None:
             self.report.add("implementations", chosen=programs.kernels)
         return self.wrong
 
@@ -159,14 +156,3 @@ class _Check:
         except Exception as error:
             self.deadline.fail("load", f"{type(error).__name__}: {' '.join(str(error).split())[:600]}")
             return None
-
-    def _compile(self) -> None:
-        """Waits for what was submitted: while it is compiled, nothing is timed."""
-        done, count, seconds = self.compiler.wait(0.8 * self.deadline.left)
-        self.report.add("compile", programs=count, done=done, seconds=round(seconds, 1))
-
-    def _greedy(self) -> None:
-        self.wrong += not check_greedy(self.report)
-
-    def _bits(self) -> None:
-        self.wrong += not check_bits(self.report)

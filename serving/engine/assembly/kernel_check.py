@@ -202,11 +202,9 @@ def _key(request: Mapping[str, object]) -> str:
 def _device() -> Iterator[str]:
     """What the system says of accelerators and their drivers."""
     for path in sorted(glob.glob("/proc/driver/nvidia/version") + glob.glob("/proc/driver/nvidia/gpus/*/information")):
-        try:
+        with contextlib.suppress(OSError):
             lines = Path(path).read_text().splitlines()
-        except OSError:
-            continue
-        yield from (line for line in lines if line.startswith(("NVRM", "Model")))
+            yield from (line for line in lines if line.startswith(("NVRM", "Model")))
     yield from (os.environ.get(name, "") for name in ("TPU_ACCELERATOR_TYPE", "CUDA_VISIBLE_DEVICES", "XLA_FLAGS"))
     for path in sorted(glob.glob("/sys/bus/pci/devices/*/vendor")):
         if Path(path).read_text().strip() == "0x1ae0":  # Google
@@ -215,10 +213,8 @@ def _device() -> Iterator[str]:
 
 def _versions() -> Iterator[str]:
     for name in ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin"):
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             yield f"{name} {metadata.version(name)}"
-        except metadata.PackageNotFoundError:
-            continue
 
 
 def _kept(path: Path) -> dict[str, str] | None:

@@ -16,14 +16,12 @@ import jax.numpy as jnp
 
 from checkpoints.load import Checkpoint
 from mamba_jax.kernel_check.calls import Sizes, calls_of, with_kernels
-from mamba_jax.kernel_check.compare import compiled_comparison, compiled_timings
+from mamba_jax.kernel_check.compare import MARGIN, compiled_comparison, compiled_timings
 from mamba_jax.kernel_check.compiling import Compiler
 from mamba_jax.modules.quantized import quantized_weights
 from mamba_jax.sharding.axis import LEAST_TOKENS
 from serving.engine.assembly.kernel_check import UNJUDGED
 
-MARGIN = 1.05
-"""A kernel is not used if its calls together take longer than those of the plain form by this factor."""
 BANDWIDTH, LOOP, MOST = 1e12, 1e-3, 200
 """Bytes per second, and seconds, for which the number of calls in a timed loop is chosen, and the most calls."""
 
