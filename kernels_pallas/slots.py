@@ -37,15 +37,10 @@ def put(
 ) -> Shaped[Array, "n *shape"]:
     """v with `value` at `index`, in v's dtype, for use inside a loop."""
 
-    def as_floats(v, value, index):
+    def update(v, value, index):
         return lax.dynamic_update_index_in_dim(v, value, index, 0)
 
-    def as_bits(v, value, index):
-        return _as_float(as_floats(_as_bits(v), _as_bits(value), index), v.dtype)
-
-    # Elsewhere the change of type could make the compiler copy v.
-    by_platform = functools.partial(lax.platform_dependent, cpu=as_bits, default=as_floats)
-    return differentiable(by_platform, as_floats)(v, value.astype(v.dtype), index)
+    return _narrow_as_bits(update, v, value.astype(v.dtype), index)
 
 
 def write_slot_if(
@@ -125,16 +120,16 @@ def write_slots(
     return differentiable(by_platform, at_once)(store, values.astype(store.dtype), index)
 
 
-def _narrow_as_bits(read, v, index):
-    """read(v, index); on CPU of v as integers if it holds 16-bit floats. Elsewhere that would copy all of v."""
+def _narrow_as_bits(run, v, *others):
+    """run(v, *others); on CPU with 16-bit floats as integers. Elsewhere that could make the compiler copy all of v."""
 
-    def as_bits(v, index):
-        return _as_float(read(_as_bits(v), index), v.dtype)
+    def as_bits(*arrays):
+        return _as_float(run(*map(_as_bits, arrays)), v.dtype)
 
     if _as_bits(v) is v:
-        return read(v, index)
-    by_platform = functools.partial(lax.platform_dependent, cpu=as_bits, default=read)
-    return differentiable(by_platform, read)(v, index)
+        return run(v, *others)
+    by_platform = functools.partial(lax.platform_dependent, cpu=as_bits, default=run)
+    return differentiable(by_platform, run)(v, *others)
 
 
 def write_one_by_one(
