@@ -2,10 +2,11 @@
 
     y_t = activation(bias + sum_i weight[i] * x_{t - (width - 1) + i})
 
-The activation is SiLU, or none. Sums are float32. Inputs before a row's first token are zeros. A slot keeps the
-*window*: a row's last width-1 raw inputs, oldest first. The rules of `kernels_pallas.slots` apply: a row may write the
-slot that it reads, and no slot that another row reads or writes.
-Source: the Mamba2 block (Dao and Gu, 2024).
+The activation is SiLU, or none; another one raises ValueError. Sums are float32, and y is in x's dtype. Inputs before a
+row's first token are zeros. A slot of a store [slots, width-1, channels] keeps the *window*: a row's last width-1 raw
+inputs, oldest first. The rules of `kernels_pallas.slots` apply: a row may write the slot that it reads, and no slot
+that another row reads or writes. Donate stores and rings: they are updated in place. Source: the Mamba2 block (Dao and
+Gu, 2024).
 """
 
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from kernels_pallas import dispatch, fixed_order
 from kernels_pallas.causal_conv1d import native, xla
 from kernels_pallas.places import Anchored, Packed, Rows
 from kernels_pallas.shape_check import shapes_checked
-from kernels_pallas.tails import read_ring, write_ring
+from kernels_pallas.tails import append, read_ring
 from kernels_pallas.windows import read_windows, write_windows
 
 Taps = Float[Array, "channels width"]
@@ -49,12 +50,9 @@ def causal_conv1d_prefill(
     Args:
         x: the rows' tokens one after the other. Those outside of all rows are padding: their y is meaningless, but
             finite inputs give finite outputs, and they change nothing else.
-        store: windows, [slots, width-1, channels]. Donate it: it is updated in place.
         packed: the window at each tile's end goes to `packed.tiles.write_slot`. A tile may be shorter than the window.
     Returns:
-        y in x's dtype, and the store.
-    Raises:
-        ValueError: an unknown activation.
+        y and the store.
     """
     return _call("causal_conv1d_prefill", PREFILL, implementation, activation, x, weight, bias, store, packed)
 
@@ -64,15 +62,7 @@ def causal_conv1d_update(
     x: Steps, weight: Taps, bias: Bias, store: Windows, rows: Rows, *, activation: str | None = "silu",
     implementation: str | None = None,
 ) -> tuple[Steps, Windows]:  # fmt: skip
-    """Convolves a few steps per row, and writes the window after each.
-
-    Args:
-        store: windows, [slots, width-1, channels]. Donate it: it is updated in place.
-    Returns:
-        y in x's dtype, and the store.
-    Raises:
-        ValueError: an unknown activation.
-    """
+    """Convolves a few steps per row, and writes the window after each. Returns y and the store."""
     return _call("causal_conv1d_update", UPDATE, implementation, activation, x, weight, bias, store, rows)
 
 
@@ -81,11 +71,7 @@ def causal_conv1d_sequence(
     x: Float[Array, "batch length channels"], weight: Taps, bias: Bias, *, activation: str | None = "silu",
     implementation: str | None = None,
 ) -> Float[Array, "batch length channels"]:  # fmt: skip
-    """Convolves whole sequences from their first token, without a store; differentiable. y is in x's dtype.
-
-    Raises:
-        ValueError: an unknown activation.
-    """
+    """Convolves whole sequences from their first token, without a store; differentiable."""
     return _call("causal_conv1d_sequence", SEQUENCE, implementation, activation, x, weight, bias)
 
 
@@ -99,12 +85,9 @@ def causal_conv1d_replay(
     the new tokens reach the next multiple of the interval, the window there goes to `write_slot`.
 
     Args:
-        store: windows. Donate it, and the ring: they are updated in place.
         ring: token n of a row is at entry n % entries of its tail, for width - 1 + steps - 1 entries at least.
     Returns:
-        y in x's dtype (meaningless for padding), the store and the ring.
-    Raises:
-        ValueError: an unknown activation.
+        y (meaningless for padding), the store and the ring.
     """
     keep, steps = store.shape[1], x.shape[1]
     if not x.size:
@@ -118,9 +101,7 @@ def causal_conv1d_replay(
         window = jnp.where((ahead == n)[:, None, None], seen[:, n : n + keep], window)
     # One in every interval is due.
     store = write_windows(store, window, places.due_slot, share=min(1.0, steps / places.interval))
-    step = jnp.arange(steps)
-    position, valid = places.length[:, None] + step, step < places.num_tokens[:, None]
-    return y, store, write_ring(ring, x, places.tail_id, position, valid)
+    return y, store, append([ring], [x], places)[0]
 
 
 def inputs_before(

@@ -17,11 +17,12 @@ bitwise as it was, and its y is 0. The rules of `kernels_pallas.slots` apply to 
 reads, and no slot that another row reads or writes. State mathematics is float32.
 
 `skip` [heads] is the weight of a direct path from value to output; None, as it must be with `erase`: there is none.
-Stores are float32 or bfloat16. Donate them and tails: they are updated in place.
+Outputs are in the value's dtype. Stores are float32 or bfloat16. Donate them and tails: they are updated in place.
 """
 
 import math
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kernels_pallas import dispatch
@@ -74,11 +75,8 @@ def recurrence_scan(
 ) -> tuple[Outputs, States]:
     """Scans rows cut into tiles, from states in the store to states in the store. The entry is [tiles, tile_size, ...].
 
-    At the end of each tile the state is rounded to the store's dtype, so that cutting a row between tiles into several
-    calls changes nothing.
-
-    Returns:
-        y in the value's dtype, and the store.
+    Returns y and the store. At the end of each tile the state is rounded to the store's dtype, so that cutting a row
+    between tiles into several calls changes nothing.
     """
     number = (tiles.first, "tiles")
     check_shapes("recurrence_scan", first=number, strength=(entry.strength, "tiles tile_size heads"))
@@ -97,10 +95,12 @@ def recurrence_sequence(
         initial_state: zeros if None.
         chunk_size: a blocking choice; the result does not depend on it but for rounding.
     Returns:
-        y in the value's dtype, and the final state in float32.
+        y, and the final state in float32.
     """
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"recurrence_sequence: chunk_size is {chunk_size}, expected at least 1")
+    if initial_state is None:
+        initial_state = jnp.zeros((len(entry.value), *entry.value.shape[2:], entry.key.shape[3]), jnp.float32)
     return _call(
         "recurrence_sequence", SEQUENCE, implementation, entry,
         erase=erase, skip=skip, initial_state=initial_state, chunk_size=chunk_size,
@@ -111,13 +111,10 @@ def recurrence_sequence(
 def recurrence_update(
     entry: Entry, store: States, rows: Rows, *, erase: bool, skip: Skip = None, implementation: str | None = None
 ) -> tuple[Outputs, States]:
-    """Runs `steps` recurrent steps per row, and writes the state after each to its slot.
+    """Runs `steps` recurrent steps per row, and writes the state after each to its slot. Returns y and the store.
 
     After each step the state is rounded to the store's dtype, so that several steps in one call equal one step in each
     of several calls. A token's y may be read before this rounding.
-
-    Returns:
-        y in the value's dtype, and the store.
     """
     return _call("recurrence_update", UPDATE, implementation, entry, store, rows, erase=erase, skip=skip)
 
@@ -145,7 +142,7 @@ def recurrence_replay(
         tail: as many entries as a power of two, and at least anchor_length .. length + num_tokens - 1 at once; with
             anchor_length > length - interval, interval + steps - 1 suffice.
     Returns:
-        y in the value's dtype, store and tail.
+        y, store and tail.
     """
     (_, steps, heads, head_dim), (groups, state) = entry.value.shape, entry.key.shape[2:]
     channels = {"value": heads * head_dim, "key": groups * state, "log_decay": math.prod(entry.log_decay.shape[2:])}

@@ -67,9 +67,8 @@ def scan(entry, store, tiles, *, erase, skip):
 
 def sequence(entry, *, erase, skip, initial_state, chunk_size):
     """See `api.recurrence_sequence`; `chunk_size` has no effect."""
-    batch, length, *shape = entry.value.shape
-    start = jnp.zeros((batch, *shape, entry.key.shape[-1])) if initial_state is None else initial_state
-    y, store = update(entry, *sequences_in_slots(length, start.astype(F32)), erase=erase, skip=skip)
+    store, rows = sequences_in_slots(entry.value.shape[1], initial_state.astype(F32))
+    y, store = update(entry, store, rows, erase=erase, skip=skip)
     return y, store[1:]
 
 

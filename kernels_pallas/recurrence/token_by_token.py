@@ -52,10 +52,8 @@ def scan(entry, store, tiles, *, erase, skip):
 
 def sequence(entry, *, erase, skip, initial_state, chunk_size):
     """See `api.recurrence_sequence`; `chunk_size` has no effect."""
-    batch, length, *shape = entry.value.shape
-    start = jnp.zeros((batch, *shape, entry.key.shape[-1])) if initial_state is None else initial_state
-    store, rows = sequences_in_slots(length, start.astype(jnp.float32))
-    tiles = Tiles(jnp.ones(batch, bool), rows.read_slot, rows.read_slot)
+    store, rows = sequences_in_slots(entry.value.shape[1], initial_state.astype(jnp.float32))
+    tiles = Tiles(jnp.ones(len(initial_state), bool), rows.read_slot, rows.read_slot)
     y, store = scan(entry, store, tiles, erase=erase, skip=skip)
     return y, store[1:]
 

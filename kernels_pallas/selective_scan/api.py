@@ -9,11 +9,12 @@ matrix product. A state is stored as [state, inner]: a TPU pads the last axis to
 A token with dt = 0 is padding, in all channels at once: no other token has a step size of 0. Whatever x, b and c of
 padding hold (NaN included), it leaves the state bitwise as it was, and its y is 0.
 
-In all forms a is -exp(A_log), transposed, and d is the skip weight. State mathematics is float32. Slots, tails and
-precision are those of `kernels_pallas.recurrence`: stores are float32 or bfloat16. Donate them and tails: they are
-updated in place.
+In all forms a is -exp(A_log), transposed, d is the skip weight, and y is in x's dtype. State mathematics is float32.
+Slots, tails and precision are those of `kernels_pallas.recurrence`: stores are float32 or bfloat16. Donate them and
+tails: they are updated in place.
 """
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kernels_pallas import dispatch, fixed_order
@@ -53,8 +54,7 @@ def selective_scan(
 ) -> tuple[Outputs, States]:
     """Scans rows cut into tiles, from states in the store to states in the store. The entry is [tiles, tile_size, ...].
 
-    Returns:
-        y in x's dtype, and the store.
+    Returns y and the store.
     """
     check_shapes("selective_scan", first=(tiles.first, "tiles"), dt=(entry.dt, "tiles tile_size inner"))
     return dispatch.call("selective_scan", SCAN, implementation, entry, store, tiles, a=a, d=d)
@@ -70,8 +70,10 @@ def selective_scan_sequence(
     Args:
         initial_state: zeros if None.
     Returns:
-        y in x's dtype, and the final state in float32.
+        y, and the final state in float32.
     """
+    if initial_state is None:
+        initial_state = jnp.zeros((len(entry.x), *a.shape), jnp.float32)
     options = {"a": a, "d": d, "initial_state": initial_state}
     return dispatch.call("selective_scan_sequence", SEQUENCE, implementation, entry, **options)
 
@@ -80,11 +82,7 @@ def selective_scan_sequence(
 def selective_update(
     entry: SelectiveEntry, store: States, rows: Rows, *, a: Rates, d: Skip, implementation: str | None = None
 ) -> tuple[Outputs, States]:
-    """Runs `steps` recurrent steps per row, and writes the state after each.
-
-    Returns:
-        y in x's dtype, and the store.
-    """
+    """Runs `steps` recurrent steps per row, and writes the state after each. Returns y and the store."""
     return dispatch.call("selective_update", UPDATE, implementation, entry, store, rows, a=a, d=d)
 
 
@@ -96,12 +94,10 @@ def selective_replay(
     """y of `num_tokens` new tokens of each row, from S(anchor_length) and the tail's inputs since then.
 
     The tail of a channel is its x and its step size: a decay depends on the channel and on the entry of its state, and
-    is computed from the step size and `a`.
+    is computed from the step size and `a`. An impossible interval or number of entries raises ValueError.
 
     Returns:
-        y in x's dtype, states and tail.
-    Raises:
-        ValueError: an impossible interval or number of entries.
+        y, states and tail.
     """
     (_, steps, inner), state = entry.x.shape, entry.b.shape[2]
     channels = {"x": inner, "b": state, "dt": inner}

@@ -19,10 +19,9 @@ def selective_scan(entry, store, tiles, *, a, d):
     return selective_update(entry, store, rows_of_tiles(tiles, entry.real), a=a, d=d)
 
 
-def selective_scan_sequence(entry, *, a, d, initial_state=None):
-    batch, length, _ = entry.x.shape
-    start = jnp.zeros((batch, *a.shape)) if initial_state is None else initial_state
-    y, store = selective_update(entry, *sequences_in_slots(length, start.astype(F32)), a=a, d=d)
+def selective_scan_sequence(entry, *, a, d, initial_state):
+    store, rows = sequences_in_slots(entry.x.shape[1], initial_state.astype(F32))
+    y, store = selective_update(entry, store, rows, a=a, d=d)
     return y, store[1:]
 
 

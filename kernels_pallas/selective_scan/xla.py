@@ -19,10 +19,8 @@ F32 = jnp.float32
 BLOCK = 32
 
 
-def selective_scan_sequence(entry, *, a, d, initial_state=None):
+def selective_scan_sequence(entry, *, a, d, initial_state):
     """See `api.selective_scan_sequence`. The target platform of compilation selects the form."""
-    if initial_state is None:
-        initial_state = jnp.zeros((entry.x.shape[0], *a.shape), F32)
     cpu, default = (functools.partial(_scan_sequence, form) for form in (_one_by_one, _together))
     return lax.platform_dependent(entry, a, d, initial_state, cpu=cpu, default=default)
 

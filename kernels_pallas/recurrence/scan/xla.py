@@ -46,8 +46,6 @@ scan = by_platform(*(functools.partial(_scan, branch=branch) for branch in (True
 def sequence(entry, *, erase, skip, initial_state, chunk_size):
     """See `api.recurrence_sequence`. On CPU, chunks are cut to `CPU_BLOCK` (see there)."""
     chunk = chunk_size or CHUNK[erase]
-    if initial_state is None:
-        initial_state = jnp.zeros((entry.value.shape[0], *entry.value.shape[2:], entry.key.shape[-1]), F32)
 
     def run(entry, skip, state, *, size):
         return scan_sequence(_form(entry, erase, skip), entry, entry.value, state, size=size)
