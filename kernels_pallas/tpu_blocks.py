@@ -7,6 +7,7 @@ of whole registers, unless there is only one block. A block lies within one grou
 
 import dataclasses
 import functools
+from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 from jax import lax
@@ -42,6 +43,14 @@ class HeadBlocks:
     def block_of_groups(self, block: Int[Array, ""]) -> Int[Array, ""]:
         """Returns the number of the block of groups, in an index map."""
         return block if self.heads >= self.repeats else self.first_group(block)
+
+    def together(self, head_dim: int) -> Iterator[tuple[int, slice, slice]]:
+        """Yields sets of heads of a block that fill the lanes of a register: their group, the heads and their lanes."""
+        repeats = self.heads // self.groups
+        several = heads_together(head_dim, repeats)
+        for first in range(0, self.heads, several):
+            last = first + several
+            yield first // repeats, slice(first, last), slice(first * head_dim, last * head_dim)
 
 
 def head_blocks(heads: int, groups: int, *, most: int, multiple: int = 1, group_multiple: int = 1) -> HeadBlocks:
@@ -95,6 +104,15 @@ def heads_together(head_dim: int, repeats: int) -> int:
     """Returns how many heads of a group (of `repeats`) fill the lanes of a register with their channels."""
     together = LANES // head_dim if LANES % head_dim == 0 else 1
     return together if repeats % together == 0 else 1
+
+
+def join_heads(parts: Sequence[Array], head_dim: int, axis: int) -> Array:
+    """Takes the channels of each head of a set, along an axis, from its part."""
+    out = parts[0]
+    which = lax.div(lax.broadcasted_iota(jnp.int32, out.shape, axis), head_dim)
+    for i in range(1, len(parts)):
+        out = jnp.where(which == i, parts[i], out)
+    return out
 
 
 def in_large_memory(array: Shaped[Array, "..."]) -> Shaped[Array, "..."]:

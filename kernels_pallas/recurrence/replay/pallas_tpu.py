@@ -127,8 +127,7 @@ def _compute(row: Row, inputs, state_in, y, state_out, tail, memory, *, by_chann
         if by_channel:
             tpu_by_channel.write_due(row, head_dim, u, keys, logs, state_in, state_out, v.dtype)
         else:
-            sizes = tpu_lanes.Sizes(blocks, head_dim, state, v.dtype)
-            tpu_lanes.write_due(row, sizes, decays, u, keys, state_in, state_out)
+            tpu_lanes.write_due(row, head_dim, decays, u, keys, state_in, state_out, v.dtype)
 
 
 def _reads(row: Row, product, asked, keys, decays: HeadDecays, of_tokens, state_in):

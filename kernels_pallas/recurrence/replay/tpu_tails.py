@@ -7,6 +7,7 @@ that get new tokens, and writes the latter back. It accesses no other entry.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Shaped
 
 _TOGETHER = 8  # entries of a group
+_start, _wait = (operator.methodcaller(name) for name in ("start", "wait"))
 _HELD = 3  # rows whose tails are in VMEM: the current one, the next one, and one that is being written back
 
 
@@ -98,11 +100,3 @@ class TailCopies:
         @pl.when(self.rows.num_tokens[row] > 0)
         def _() -> None:
             lax.fori_loop(lax.div(first[row], together), lax.div(after - 1, together) + 1, of_group, 0)
-
-
-def _start(copy: Any) -> None:
-    copy.start()
-
-
-def _wait(copy: Any) -> None:
-    copy.wait()

@@ -10,7 +10,7 @@ import functools
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.tpu_blocks import HeadBlocks, dot, heads_together
+from kernels_pallas.tpu_blocks import HeadBlocks, dot, join_heads
 
 F32 = jnp.float32
 
@@ -36,37 +36,23 @@ def scan_tile(inputs, y, carry, stored, *, blocks: HeadBlocks, head_dim: int):
     # Padding may hold NaN, and 0 * NaN is NaN: values are masked as well as strengths.
     mask = jnp.sum(jnp.where(row == column, real[0], 0), axis=1, keepdims=True) > 0
 
-    repeats = blocks.heads // blocks.groups
-    together = heads_together(head_dim, repeats)
-    width = together * head_dim
-    by_lane = lax.div(lax.broadcasted_iota(jnp.int32, (size, width), 1), head_dim)
-    by_row = lax.div(lax.broadcasted_iota(jnp.int32, (width, size), 0), head_dim)
-
-    def join(parts, which):
-        """Selects part i where `which` is i."""
-        out = parts[0]
-        for i in range(1, together):
-            out = jnp.where(which == i, parts[i], out)
-        return out
-
-    for group in range(blocks.groups):
-        lanes = slice(group * state, (group + 1) * state)
-        keys, queries = (jnp.where(mask, v[0, :, lanes].astype(F32), 0) for v in (key, query))
-        scores = product(queries, keys, (1, 1))
-        for first in range(group * repeats, (group + 1) * repeats, together):
-            lanes, here = slice(first * head_dim, first * head_dim + width), slice(first, first + together)
-            heads = [slice(first + i, first + i + 1) for i in range(together)]
-            values = jnp.where(mask, value[0, :, lanes].astype(F32), 0)
-            inside, from_start = [], []
-            for head in heads:
-                decay_here = jnp.broadcast_to(decay[:, head], (size, max(size, width)))
-                # Masked before exp: above the diagonal it could overflow.
-                weights = jnp.exp(decay_here[:, :size] - taken[head] + above_diagonal)
-                inside.append(product(scores * weights, values, (1, 0)))
-                from_start.append(jnp.exp(decay_here[:, :width]))
-            before = product(queries, carry[here].reshape(width, state), (1, 1)) * join(from_start, by_lane)
-            y[0, :, lanes] = (join(inside, by_lane) + before + values * skip[:, lanes]).astype(y.dtype)
-            added = product(values.T * join([to_end[head] for head in heads], by_row), keys, (1, 0))
-            new = carry[here] * jnp.exp(last[here])[:, :, None] + added.reshape(together, head_dim, state)
-            # Rounded to the store's dtype, so that dividing a row's tiles over several calls does not change results.
-            carry[here] = new.astype(stored).astype(F32)
+    for group, here, lanes in blocks.together(head_dim):
+        if here.start % (blocks.heads // blocks.groups) == 0:
+            of_group = slice(group * state, (group + 1) * state)
+            keys, queries = (jnp.where(mask, v[0, :, of_group].astype(F32), 0) for v in (key, query))
+            scores = product(queries, keys, (1, 1))
+        width, heads = lanes.stop - lanes.start, [slice(head, head + 1) for head in range(here.start, here.stop)]
+        values = jnp.where(mask, value[0, :, lanes].astype(F32), 0)
+        inside, from_start = [], []
+        for head in heads:
+            decay_here = jnp.broadcast_to(decay[:, head], (size, max(size, width)))
+            # Masked before exp: above the diagonal it could overflow.
+            weights = jnp.exp(decay_here[:, :size] - taken[head] + above_diagonal)
+            inside.append(product(scores * weights, values, (1, 0)))
+            from_start.append(jnp.exp(decay_here[:, :width]))
+        before = product(queries, carry[here].reshape(width, state), (1, 1)) * join_heads(from_start, head_dim, 1)
+        y[0, :, lanes] = (join_heads(inside, head_dim, 1) + before + values * skip[:, lanes]).astype(y.dtype)
+        left = join_heads([jnp.broadcast_to(to_end[head], (width, size)) for head in heads], head_dim, 0)
+        added = product(values.T * left, keys, (1, 0)).reshape(-1, head_dim, state)
+        # Rounded to the store's dtype, so that dividing a row's tiles over several calls does not change results.
+        carry[here] = (carry[here] * jnp.exp(last[here])[:, :, None] + added).astype(stored).astype(F32)

@@ -44,9 +44,6 @@ def _by_vectors(entry, store, erase):
     (rows, steps, _, head_dim), (groups, state), by_channel = value.shape, key.shape[2:], entry.by_channel
     blocks = blocks_in_rows(value, groups, store, block_bytes=BLOCK_BYTES)
 
-    def token(*last):
-        return pl.BlockSpec((1, 1, *last), lambda h, i, t, *_: (i, t, 0, 0))
-
     def per_head(width):
         return pl.BlockSpec((1, 1, blocks.heads, width), lambda h, i, t, *_: (i, t, h, 0))
 
@@ -73,13 +70,17 @@ def _by_vectors(entry, store, erase):
         y[0, 0] = out.T.astype(y.dtype)
 
     inputs = [
-        (query.astype(F32), token(groups, state)),
-        (key.astype(F32), token(groups, state)),
+        *_of_groups(query, key),
         (value, per_head(head_dim)),
         (log_decay.astype(F32), per_head(state)) if by_channel else by_heads(log_decay),
         by_heads(strength),
     ]
     return blocks, compute, inputs, (jax.ShapeDtypeStruct(value.shape, value.dtype), per_head(head_dim))
+
+
+def _of_groups(*vectors):
+    """Queries and keys with the blocks of a grid step, which has those of all groups."""
+    return [(v.astype(F32), pl.BlockSpec((1, 1, *v.shape[2:]), lambda h, i, t, *_: (i, t, 0, 0))) for v in vectors]
 
 
 def _cost(entry, store, erase) -> pl.CostEstimate:
@@ -108,15 +109,12 @@ def _by_products(entry, store, skip):
     product waits for the other.
     """
     query, key, value, log_decay, strength = entry
-    (rows, steps, heads, head_dim), (groups, state) = value.shape, key.shape[2:]
+    (rows, steps, heads, head_dim), groups = value.shape, key.shape[2]
     # Heads are grouped into sets whose channels fill the lanes of a register.
     together = heads_together(head_dim, heads // groups)
     width = together * head_dim
     blocks = blocks_in_rows(value, groups, store, together=together, block_bytes=BLOCK_BYTES)
     sets = blocks.heads // together
-
-    def token(*last):
-        return pl.BlockSpec((1, 1, *last), lambda h, i, t, *_: (i, t, 0, 0))
 
     def by_set(v):  # [..., heads] as [..., blocks, heads of a set, sets]
         v = v.astype(F32).reshape(*v.shape[:-1], blocks.count, sets, together).swapaxes(-1, -2)
@@ -125,7 +123,7 @@ def _by_products(entry, store, skip):
     dtype, digits = key.dtype, 2 if value.dtype.itemsize < 4 else 3
 
     def compute(block, inputs, y, before, keep):
-        value, strength, log_decay, key, query, skip = inputs
+        query, key, value, strength, log_decay, skip = inputs
         first = blocks.first_group(block)
         keys, queries = ([v[0, 0, pl.ds(first + i, 1), :] for i in range(blocks.groups)] for v in (key, query))
         y[0, 0] = _step(
@@ -135,23 +133,16 @@ def _by_products(entry, store, skip):
 
     channels = pl.BlockSpec((1, 1, sets, width), lambda h, i, t, *_: (i, t, h, 0))
     weight = jnp.zeros(heads) if skip is None else skip
+    weights = jnp.repeat(weight.astype(F32), head_dim).reshape(-1, width)
+    value = value.reshape(rows, steps, -1, width)
     inputs = [
-        (value.reshape(rows, steps, -1, width), channels),
+        *_of_groups(query, key),
+        (value, channels),
         by_set(strength),
         by_set(log_decay),
-        (key.astype(F32), token(groups, state)),
-        (query.astype(F32), token(groups, state)),
-        (
-            jnp.repeat(weight.astype(F32), head_dim).reshape(-1, width),
-            pl.BlockSpec((sets, width), lambda h, i, t, *_: (h, 0)),
-        ),
+        (weights, pl.BlockSpec((sets, width), lambda h, i, t, *_: (h, 0))),
     ]
-    return (
-        blocks,
-        compute,
-        inputs,
-        (jax.ShapeDtypeStruct((rows, steps, heads // together, width), value.dtype), channels),
-    )
+    return blocks, compute, inputs, (jax.ShapeDtypeStruct(value.shape, value.dtype), channels)
 
 
 def _step(value, strength, decay, key, query, skip, before, keep, *, held, dtype, digits: int):
