@@ -195,12 +195,9 @@ def _elementwise(name: str, otherwise: Callable[[Array], Array], x: Array) -> Ar
         result = jax.ShapeDtypeStruct(wide.shape, F32)
         return jax.ffi.ffi_call(native.target("elementwise"), result)(wide, function=name)
 
-    options = kernel_options()
-    run = (
-        by_cpp
-        if options is None
-        else _on_each_device(functools.partial(fixed_blocks.elementwise, otherwise, **options))
-    )
+    run: Callable[[Array], Array] = by_cpp
+    if (options := kernel_options()) is not None:
+        run = _on_each_device(functools.partial(fixed_blocks.elementwise, otherwise, **options))
     return dispatch.differentiable(run, otherwise)(x.astype(F32)).astype(x.dtype)
 
 

@@ -5,6 +5,7 @@ neither read nor write them. Rows run side by side, which is why no row may writ
 (`kernels_pallas.slots`).
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,15 +30,7 @@ def is_power_of_two(n: int) -> bool:
 
 def power_of_two_in(n: int, most: int) -> int:
     """Returns the largest power of two that divides n and is at most `most`."""
-    power = 1
-    while power * 2 <= most and n % (power * 2) == 0:
-        power *= 2
-    return power
-
-
-def padded(n: int) -> int:
-    """Returns the smallest power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
+    return math.gcd(n, 1 << most.bit_length() - 1)
 
 
 def pieces(size: int) -> list[Any]:
@@ -86,7 +79,7 @@ def load_if(condition: Bool[Array, "..."], ref, *shape: int):
 def any_nonzero(ref, *lead: Array):
     """Returns whether any number of ref[*lead, :] is not 0."""
     size = ref.shape[-1]
-    index = jnp.arange(padded(size), dtype=jnp.int32)
+    index = jnp.arange(pl.next_power_of_2(size), dtype=jnp.int32)
     values = plt.load(ref.at[(*lead, index)], mask=index < size, other=jnp.zeros((), ref.dtype))
     return jnp.max((values != 0).astype(jnp.int32), axis=0) > 0
 

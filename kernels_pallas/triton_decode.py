@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from kernels_pallas.triton_blocks import load_if, padded
+from kernels_pallas.triton_blocks import load_if
 
 F32 = jnp.float32
 
@@ -51,14 +51,15 @@ class AnchoredRow:
 class Channels:
     """Some channels of a convolution, inside a kernel: where they are, and their taps.
 
-    Inputs and taps are blocks [padded(width), count], oldest first. As one vector for each tap, the fewer channels than
-    threads would be loaded and convolved anew for each layout that they are needed in, by Triton's rules.
+    Inputs and taps are blocks [n, count], oldest first; n is the next power of two of the width. As one vector for each
+    tap, the fewer channels than threads would be loaded and convolved anew for each layout that they are needed in, by
+    Triton's rules.
     """
 
     def __init__(self, windows, first, projected, count, dtype, weight=None, bias=None, ring=None):
         """`first`: their index in windows, ring and taps; `projected`: in the projections' outputs."""
         self.windows, self.ring, self.dtype, self.keep = windows, ring, dtype, windows.shape[1]
-        channel, tap = jnp.arange(count, dtype=jnp.int32), jnp.arange(padded(self.keep + 1), dtype=jnp.int32)
+        channel, tap = (jnp.arange(n, dtype=jnp.int32) for n in (count, pl.next_power_of_2(self.keep + 1)))
         shape = tap.size, count
         self.tap = jnp.broadcast_to(tap[:, None], shape)
         self.here, self.projected = (jnp.broadcast_to(n + channel[None, :], shape) for n in (first, projected))

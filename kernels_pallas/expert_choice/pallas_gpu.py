@@ -14,7 +14,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from kernels_pallas.expert_choice.rule import Choice
-from kernels_pallas.triton_blocks import padded
 
 F32, I32 = jnp.float32, jnp.int32
 MOST = 1 << 13  # scores, in the registers of one program
@@ -24,12 +23,12 @@ LEAST_KEY = -(1 << 31)
 
 
 def unsupported(scores, bias, valid, first, *, own, rule):
-    if padded(scores.shape[0]) * padded(scores.shape[1]) > MOST:
-        return f"{scores.shape[0]} x {scores.shape[1]} scores, more than {MOST}"
-    if rule.count * padded(scores.shape[0]) * padded(scores.shape[1]) > MOST_MASKS:
-        return (
-            f"{rule.count} of {scores.shape[1]} experts for {scores.shape[0]} tokens, which do not fit into registers"
-        )
+    tokens, experts = scores.shape
+    size = pl.next_power_of_2(tokens) * pl.next_power_of_2(experts)
+    if size > MOST:
+        return f"{tokens} x {experts} scores, more than {MOST}"
+    if rule.count * size > MOST_MASKS:
+        return f"{rule.count} of {experts} experts for {tokens} tokens, which do not fit into registers"
     if rule.num_groups != rule.top_groups:
         return "experts come from some of several groups"
     return None
@@ -44,7 +43,7 @@ def choose_experts(scores, bias, valid, first, *, own, rule, interpret=False):
         given.append(jnp.asarray(first, I32).reshape(1))
     if bias is not None:
         given.append(bias)
-    sizes = (padded(tokens), padded(experts))
+    sizes = (pl.next_power_of_2(tokens), pl.next_power_of_2(experts))
     of_rows = [jax.ShapeDtypeStruct((rows,), I32)] * 2
     of_tokens = [jax.ShapeDtypeStruct((tokens, rule.count), dtype) for dtype in (F32, I32)]
     return Choice(
@@ -95,11 +94,9 @@ def _kernel(*refs, divided, biased, sizes, rule):
     goes = (~free & (known & mine)[None, :] & real[:, None]).astype(I32)
     of_expert = jnp.sum(goes, axis=0)
     plt.store(counts.at[jnp.where(mine, expert - begin, I32(own))], of_expert, mask=mine & known)
-    before = lax.cumsum(of_expert, axis=0) - of_expert
+    before = (lax.cumsum(of_expert, axis=0) - of_expert)[None, :]
     if rows > 1:
-        before = before[None, :] + lax.cumsum(goes, axis=0) - goes
-    else:
-        before = before[None, :]
+        before = before + lax.cumsum(goes, axis=0) - goes
     of_token = jnp.sum(goes, axis=1)
     seen = lax.cumsum(of_token, axis=0) - of_token if rows > 1 else jnp.zeros(rows, I32)
     total = jnp.sum(of_token, axis=0)

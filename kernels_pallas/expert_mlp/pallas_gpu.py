@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from kernels_pallas.quantized import Quantized
-from kernels_pallas.triton_blocks import LEAST, dot, offsets_overflow, padded, power_of_two_in
+from kernels_pallas.triton_blocks import LEAST, dot, offsets_overflow, power_of_two_in
 
 F32, I32, BF16 = jnp.float32, jnp.int32, jnp.bfloat16
 NARROW = (jnp.int8, jnp.float8_e4m3fn)
@@ -91,7 +91,7 @@ def _kernel(x, weight, place, sizes, *refs, activation, block, piece, by_channel
     channel = scales.pop(0) if by_channel else None
     row, first = pl.program_id(0), pl.program_id(1) * block
     (tokens, chosen), (experts, gates, _, inputs) = place.shape, weight.shape
-    expert = jnp.arange(padded(experts), dtype=I32)
+    expert = jnp.arange(pl.next_power_of_2(experts), dtype=I32)
     size = plt.load(sizes.at[expert], mask=expert < experts, other=I32(0))
     before = lax.cumsum(size, axis=0) <= row  # experts whose rows all come before this one
     number = jnp.sum(((expert < experts) & before).astype(I32), axis=0)
@@ -101,7 +101,8 @@ def _kernel(x, weight, place, sizes, *refs, activation, block, piece, by_channel
     count = jnp.where(real, jnp.sum(jnp.where(expert == number, size, I32(0)), axis=0), I32(1))
     leads = row == start
 
-    token, nth = jnp.arange(max(LEAST, padded(tokens)), dtype=I32), jnp.arange(padded(chosen), dtype=I32)
+    token = jnp.arange(max(LEAST, pl.next_power_of_2(tokens)), dtype=I32)
+    nth = jnp.arange(pl.next_power_of_2(chosen), dtype=I32)
     pair = (token < tokens)[:, None] & (nth < chosen)[None, :]
     at = plt.load(place.at[token[:, None], nth[None, :]], mask=pair, other=I32(-1))
     mine = (at >= start) & (at < start + count) & leads

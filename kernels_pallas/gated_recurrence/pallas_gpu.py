@@ -209,19 +209,16 @@ def _norm_kernel(*refs, stores, groups, norms, gates, normalized, interpret):
     row, group = pl.program_id(0), pl.program_id(1)
     place = (AnchoredRow if ring_in else SlotRow)(row, *places)
     steps, inner, dtype, size = y.shape[1], y.shape[2], y.dtype, windows_in.shape[2] // (2 * groups)
-    firsts = [(n * groups + group) * size + piece.start for n in range(2) for piece in triton.pieces(size)]
-    counts = [piece.size for piece in triton.pieces(size)] * 2
-    parts = [
-        Channels(windows_in, n, 2 * inner + n, count, dtype, ring=ring_in[0] if ring_in else None)
-        for n, count in zip(firsts, counts, strict=True)
-    ]
+    ring = ring_in[0] if ring_in else None
+    starts = [((n * groups + group) * size + at.start, at.size) for n in range(2) for at in triton.pieces(size)]
+    parts = [Channels(windows_in, n, 2 * inner + n, count, dtype, ring=ring) for n, count in starts]
     inputs = [[part.inputs(projected, row, place, t) for part in parts] for t in indices(steps)]
     wait(interpret)
     for t, of_step in zip(indices(steps), inputs, strict=True):
         for part, one in zip(parts, of_step, strict=True):
             part.write(place, t, one, *written)
     of_norm = inner // groups // norms
-    piece, index = (jnp.arange(triton.padded(n), dtype=jnp.int32) for n in (norms, of_norm))
+    piece, index = (jnp.arange(pl.next_power_of_2(n), dtype=jnp.int32) for n in (norms, of_norm))
     inside = (piece < norms)[:, None] & (index < of_norm)[None, :]
     channel = group * (inner // groups) + piece[:, None] * of_norm + index[None, :]
     scale: Any = 1.0

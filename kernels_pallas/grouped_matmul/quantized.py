@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas.dispatch import differentiable
-from kernels_pallas.grouped_matmul.xla import loop_over_blocks, of_experts
+from kernels_pallas.grouped_matmul.xla import loop_over_blocks, ragged
 
 F32 = jnp.float32
 
@@ -30,9 +30,7 @@ def by_channel(x, w, group_sizes, product):
 
 
 def _ragged(x, w, group_sizes):
-    dots = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
-    out = lax.ragged_dot_general(x, w.widened(x.dtype), group_sizes.astype(jnp.int32), dots, preferred_element_type=F32)
-    return of_experts(out, group_sizes)
+    return ragged(x, w.widened(x.dtype), group_sizes)
 
 
 def _multiply(rows, weight):

@@ -4,6 +4,8 @@ On CPU, `ragged_dot` multiplies every token by every expert: for 512 tokens and 
 loop, for a decode step of 4 rows twenty times.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -20,10 +22,6 @@ def grouped_matmul(x, w, group_sizes):
     return multiply(x, w, group_sizes, transposed=False).astype(x.dtype)
 
 
-def _forward(x, w, group_sizes):
-    return grouped_matmul(x, w, group_sizes), (x, w, group_sizes)
-
-
 def _backward(saved, dy):
     x, w, group_sizes = saved
     dx = multiply(dy, w, group_sizes, transposed=True).astype(x.dtype)
@@ -31,21 +29,20 @@ def _backward(saved, dy):
     return dx, dw.astype(w.dtype), None
 
 
-grouped_matmul.defvjp(_forward, _backward)
+grouped_matmul.defvjp(lambda *call: (grouped_matmul(*call), call), _backward)
 
 
 def multiply(x, w, group_sizes, *, transposed):
     """Returns x @ w[e].T, or x @ w[e] if transposed, in float32; 0 for tokens of no expert."""
+    cpu, default = (partial(form, transposed=transposed) for form in (_multiply_by_blocks, ragged))
+    return lax.platform_dependent(x, w, group_sizes, cpu=cpu, default=default)
 
-    def by_blocks(x, w, group_sizes):
-        return _multiply_by_blocks(x, w, group_sizes, transposed)
 
-    def ragged(x, w, group_sizes):
-        dots = lax.RaggedDotDimensionNumbers((((1,), (1 if transposed else 2,)), ((), ())), [0], [0])
-        out = lax.ragged_dot_general(x, w, group_sizes.astype(jnp.int32), dots, preferred_element_type=F32)
-        return of_experts(out, group_sizes)
-
-    return lax.platform_dependent(x, w, group_sizes, cpu=by_blocks, default=ragged)
+def ragged(x, w, group_sizes, *, transposed=False):
+    """`multiply` by XLA's own grouped product."""
+    dots = lax.RaggedDotDimensionNumbers((((1,), (1 if transposed else 2,)), ((), ())), [0], [0])
+    out = lax.ragged_dot_general(x, w, group_sizes.astype(jnp.int32), dots, preferred_element_type=F32)
+    return of_experts(out, group_sizes)
 
 
 def of_experts(values, group_sizes):
@@ -58,7 +55,7 @@ def _outer_ragged(x, dy, group_sizes):
     return lax.ragged_dot_general(dy, x, group_sizes.astype(jnp.int32), dots, preferred_element_type=F32)
 
 
-def _multiply_by_blocks(x, w, group_sizes, transposed):
+def _multiply_by_blocks(x, w, group_sizes, *, transposed):
     width = w.shape[2 if transposed else 1]
     # A slice of the weights is copied before it is multiplied: small ones stay in cache.
     part = w.shape[1] if transposed else _part(*w.shape[1:])

@@ -200,9 +200,8 @@ def replay_head(place, tokens, skip, state_in, tail, state_out, new_tail, write_
             token_k = [plt.load(tail_k.at[ring_of, entry, n]).astype(F32) for n in keys]
             return absorb(state, [plt.load(tail_decay.at[ring_of, entry, n]) for n in in_tail], load_u(entry), token_k)
 
-        written = lax.fori_loop(
-            first, start, replayed, update.load_state(place, state_in, head, here)
-        )  # loaded again, to free its registers in between
+        # Loaded again, to free its registers in between.
+        written = lax.fori_loop(first, start, replayed, update.load_state(place, state_in, head, here))
         for t in range(steps):
             before = start + t < place.due
             kept = [jnp.where(before, log, 0.0) for log in logs[t]]

@@ -65,10 +65,9 @@ def along_rows(entry, store, tiles, *, erase, skip, interpret):
     between = [jax.ShapeDtypeStruct(square, F32), jax.ShapeDtypeStruct(square, v.dtype)]
     if by_channel:
         between += [jax.ShapeDtypeStruct((count, heads, k.shape[3]), F32)] + [jax.ShapeDtypeStruct(wide, v.dtype)] * 3
+    options = {"repeats": repeats, "tensor_cores": not interpret, "erase": erase}
     solution, scores, *decayed = call(
-        functools.partial(
-            _systems_by_channel if by_channel else _systems, repeats=repeats, tensor_cores=not interpret, erase=erase
-        ),
+        functools.partial(_systems_by_channel if by_channel else _systems, **options),
         grid=(heads, count),
         out_shape=between,
         name="recurrence_scan_systems",
@@ -79,33 +78,15 @@ def along_rows(entry, store, tiles, *, erase, skip, interpret):
     first, number = tiles.first.at[0].set(True), jnp.arange(count_of_tiles, dtype=jnp.int32)
     next_first = jnp.append(jnp.where(first, number, count_of_tiles)[1:], jnp.int32(count_of_tiles))
     following = lax.cummin(next_first, reverse=True)
+    # The last tile of the row that begins with each tile. Programs of tiles that begin no row end at once.
+    places = jnp.where(first, following, 0), jnp.where(tiles.first, tiles.read_slot, 0), tiles.write_slot
     y, store = call(
-        functools.partial(
-            _along_rows,
-            blocks=size // block,
-            part=part,
-            repeats=repeats,
-            tensor_cores=not interpret,
-            by_channel=by_channel,
-            erase=erase,
-        ),
+        functools.partial(_along_rows, blocks=size // block, part=part, by_channel=by_channel, **options),
         grid=(heads, head_dim // part, count_of_tiles),
         out_shape=[jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct(store.shape, store.dtype)],
         input_output_aliases={11 + (skip is not None): 1},
         name="recurrence_scan_along_rows",
-    )(
-        # The last tile of the row that begins with each tile. Programs of tiles that begin no row end at once.
-        jnp.where(first, following, 0),
-        jnp.where(tiles.first, tiles.read_slot, 0).astype(jnp.int32),
-        tiles.write_slot.astype(jnp.int32),
-        real,
-        v,
-        solution,
-        scores,
-        *operands,
-        skip,
-        store,
-    )
+    )(*(v.astype(jnp.int32) for v in places), real, v, solution, scores, *operands, skip, store)
     return y.reshape(entry.value.shape), store
 
 
