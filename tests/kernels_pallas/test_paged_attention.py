@@ -210,21 +210,14 @@ class TestPages:
 
     @pytest.mark.smoke
     @DTYPES
-    def test_write(self, dtype):
+    @pytest.mark.parametrize("shape", [PLAIN, LATENT], ids=lambda s: s.name)
+    def test_write(self, shape, dtype):
         draw = Draw()
-        kv, k, v = cache(draw, PLAIN, 5, dtype), *(draw.normal(6, PLAIN.kv_heads, PLAIN.head_dim) for _ in range(2))
+        kv, k, v = cache(draw, shape, 5, dtype), *(draw.normal(6, shape.kv_heads, shape.head_dim) for _ in range(2))
         k[1] = v[1] = np.nan
         places = {"page": ints([2, 0, 4, 4, 1, 2]), "offset": ints([0, 0, 3, 4, 15, 1])}
-        after = jitted(write_kv)(kv, k, v, **places)
-        assert_same_bits(after, reference.write_kv(kv, k, v, **places))
-
-    @DTYPES
-    def test_write_latents(self, dtype):
-        draw = Draw()
-        kv, latents = cache(draw, LATENT, 5, dtype), draw.normal(3, 1, LATENT.head_dim)
-        places = {"page": ints([2, 0, 4]), "offset": ints([0, 0, 3])}
-        after = jitted(write_kv)(kv, latents, None, **places)
-        assert_same_bits(after, reference.write_kv(kv, latents, None, **places))
+        v = None if shape.latent else v
+        assert_same_bits(jitted(write_kv)(kv, k, v, **places), reference.write_kv(kv, k, v, **places))
 
     @DTYPES
     def test_copy(self, dtype):
@@ -268,16 +261,17 @@ class TestSequence:
     @pytest.mark.parametrize("shape", SHAPES[3:], ids=lambda s: s.name)
     @pytest.mark.parametrize("length", some_slow([1, 150, 5, 128], 5, 128))
     def test_equals_definition(self, shape, length):
-        q, k, v = self.inputs(shape, length)
-        out = jitted(attention_sequence, scale=0.3, implementation=self.implementation)(q, k, v)
-        assert_close(out, reference.attention_sequence(q, k, v, scale=0.3))
+        self.check(shape, length)
 
-    @pytest.mark.parametrize("window", [1, 9, 130])
-    def test_a_window_hides_older_keys(self, window):
-        q, k, v = self.inputs(PLAIN, 270)
+    def check(self, shape, length, window=None):
+        q, k, v = self.inputs(shape, length)
         static = {"scale": 0.3, "window": window}
         out = jitted(attention_sequence, **static, implementation=self.implementation)(q, k, v)
         assert_close(out, reference.attention_sequence(q, k, v, **static))
+
+    @pytest.mark.parametrize("window", [1, 9, 130])
+    def test_a_window_hides_older_keys(self, window):
+        self.check(PLAIN, 270, window)
 
     def test_gradients(self):
         q, k, v = self.inputs(PLAIN, 140)

@@ -35,11 +35,22 @@ def stand_in(q, kv, kv_lens, page_indices, cu_q_lens, num_seqs, *, sm_scale, sli
     return jnp.asarray(out)
 
 
-# Of which the kernel for TPU takes whole registers.
-WHOLE = dataclasses.replace(PLAIN, q_heads=4, kv_heads=2, head_dim=128, page_size=8)
+class Whole:
+    """Heads of whole registers, which kernels for TPU take; no latents."""
+
+    def check(self, shape, *args, **kwargs):
+        whole = dataclasses.replace(PLAIN, q_heads=4, kv_heads=2, head_dim=128, page_size=8)
+        if not shape.latent:
+            super().check(whole, *args, **kwargs)
+
+    @pytest.mark.parametrize("blocks_per_call", [1, 2, 3])
+    def test_tables_too_long_for_scalar_memory_take_several_calls(self, blocks_per_call, monkeypatch):
+        monkeypatch.setattr(pallas_tpu, "SCALAR_BYTES", 4 * pallas_tpu.LANES * blocks_per_call)
+        positions = [[2, 3, 4, -1], [5, 6, 7, 8], [9, -1, -1, -1], [0, 1, 2, 3], [-1, -1, -1, -1]]
+        self.check(PLAIN, 4, positions, [10, 4], [0, 0, 0, 1, 1])
 
 
-class TestTpu(Attention):
+class TestTpu(Whole, Attention):
     """The call of the kernel that JAX keeps."""
 
     implementation = "pallas_tpu"
@@ -63,15 +74,9 @@ class TestTpu(Attention):
         given = {name: jnp.asarray(v) for name, v in kwargs.items() if isinstance(v, np.ndarray)}
         return np.asarray(paged_attention(*on_device(args), **kwargs | given, scale=scale, implementation="pallas_tpu"))
 
-    def check(self, shape, *args, **kwargs):
-        if not shape.latent:
-            super().check(WHOLE, *args, **kwargs)
-
     @pytest.mark.parametrize("blocks_per_call", [1, 2, 3])
-    def test_tables_too_long_for_scalar_memory_take_several_calls(self, calls, blocks_per_call, monkeypatch):
-        monkeypatch.setattr(pallas_tpu, "SCALAR_BYTES", 4 * pallas_tpu.LANES * blocks_per_call)
-        positions = [[2, 3, 4, -1], [5, 6, 7, 8], [9, -1, -1, -1], [0, 1, 2, 3], [-1, -1, -1, -1]]
-        self.check(PLAIN, 4, positions, [10, 4], [0, 0, 0, 1, 1])
+    def test_tables_too_long_for_scalar_memory_take_several_calls(self, blocks_per_call, monkeypatch, calls):
+        super().test_tables_too_long_for_scalar_memory_take_several_calls(blocks_per_call, monkeypatch)
         assert sum(blocks for blocks, _ in calls) == 5
         assert max(blocks for blocks, _ in calls) <= blocks_per_call
 
@@ -148,7 +153,7 @@ class TestPartsGpu(Gpu, Parts):
     """A member's keys are to the kernel all keys of a row."""
 
 
-class TestPartsTpu(Parts):
+class TestPartsTpu(Whole, Parts):
     """Our own kernel, in Pallas' interpreter, where pages have 8 keys and pieces of a row's keys 4 pages."""
 
     implementation = "pallas_tpu_interpreted"
@@ -158,17 +163,8 @@ class TestPartsTpu(Parts):
     def short_pieces(self, monkeypatch):
         monkeypatch.setattr(pallas_tpu, "KEYS", 32)
 
-    def check(self, shape, *args, **kwargs):
-        if not shape.latent:
-            super().check(WHOLE, *args, **kwargs)
-
     @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
     def test_rows_of_very_different_lengths(self, dtype):
         positions, lengths = [[-1], [400], [3], [-1], [3], [130], [-1]], [1, 401, 4, 1, 4, 131, 1]
         self.check(PLAIN, 1, positions, lengths, range(7), dtype)
         self.check(PLAIN, 1, positions, lengths, range(7), dtype, window=100)
-
-    def test_tables_too_long_for_scalar_memory_take_several_calls(self, monkeypatch):
-        monkeypatch.setattr(pallas_tpu, "SCALAR_BYTES", 4 * pallas_tpu.LANES * 2)
-        positions = [[2, 3, 4, -1], [5, 6, 7, 8], [9, -1, -1, -1], [0, 1, 2, 3], [-1, -1, -1, -1]]
-        self.check(PLAIN, 4, positions, [10, 4], [0, 0, 0, 1, 1])

@@ -47,7 +47,7 @@ from kernels_pallas.linear import linear
 from kernels_pallas.quantized import Quantized, bits_of
 from kernels_pallas.windows import read_windows, write_windows
 from mamba_jax.config import MOE
-from mamba_jax.kernel_check.values import values_of
+from mamba_jax.kernel_check.values import Values
 from mamba_jax.sharding import TENSOR, Partition
 from tests.support.hlo_traffic import Traffic
 from tests.support.selection import slow
@@ -157,7 +157,7 @@ def most_temporaries(operation, call, model):
 def most_moved(operation, call, model):
     """Bytes to and from memory; None where nothing is known."""
     if operation == "recurrence_update":  # the states, once in and once out for each step
-        return 1.1 * values_of(call, classes=False).moved + (1 << 20)
+        return 1.1 * Values(call, classes=False).moved + (1 << 20)
     if "replay" in operation and model.rows >= 64:
         # States read once, and written once in an interval; what is valid of a tail, read; new tokens'.
         store, tail = call.arguments["store"], call.arguments["tail"]
@@ -265,19 +265,14 @@ def temporaries_of_products(chip, tokens, weight, implementation):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("sizes", [(21504, 4096), (128, 1856, 2688), slow((128, 2688, 1856))])
 @pytest.mark.parametrize(("chip", "form"), NARROW)
-def test_quantized_dense_weights(chip, form):
-    weight = published(form, 21504, 4096)  # Nemotron-H-8B
-    implementation = "pallas_tpu" if "group" in FORMS[form] else "xla"
-    assert temporaries_of_products(chip, 64, weight, implementation) < narrow_bytes(weight) / 8
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("sizes", [(1856, 2688), slow((2688, 1856))])
-@pytest.mark.parametrize(("chip", "form"), NARROW)
-def test_quantized_experts(chip, form, sizes):
-    weight = published(form, 128, *sizes)  # Nemotron-3-Nano
-    assert temporaries_of_products(chip, 384, weight, "pallas_tpu") < narrow_bytes(weight) / 7
+def test_quantized_weights(chip, form, sizes):
+    """A dense one of Nemotron-H-8B, and experts of Nemotron-3-Nano."""
+    weight, dense = published(form, *sizes), len(sizes) == 2
+    implementation = "xla" if dense and "group" not in FORMS[form] else "pallas_tpu"
+    most = narrow_bytes(weight) / (8 if dense else 7)
+    assert temporaries_of_products(chip, 64 if dense else 384, weight, implementation) < most
 
 
 @pytest.mark.full
