@@ -124,7 +124,7 @@ def _narrow_as_bits(run, v, *others):
     """run(v, *others); on CPU with 16-bit floats as integers. Elsewhere that could make the compiler copy all of v."""
 
     def as_bits(*arrays):
-        return _as_float(run(*map(_as_bits, arrays)), v.dtype)
+        return lax.bitcast_convert_type(run(*map(_as_bits, arrays)), v.dtype)
 
     if _as_bits(v) is v:
         return run(v, *others)
@@ -142,7 +142,3 @@ def write_one_by_one(
 def _as_bits(v):
     narrow = jnp.issubdtype(v.dtype, jnp.floating) and v.dtype.itemsize == 2
     return lax.bitcast_convert_type(v, jnp.uint16) if narrow else v
-
-
-def _as_float(v, dtype):
-    return lax.bitcast_convert_type(v, dtype) if v.dtype != dtype else v

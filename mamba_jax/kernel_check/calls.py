@@ -230,17 +230,12 @@ def calls_of(
 
             for call in recorded(trace, f"divided {phase}" if divided else phase, platform):
                 if call.operation == "paged_attention" and sizes.members > 1:
-                    call = _first_part(call, sizes.members)
+                    # That of a mesh's first member, in place of one for all, as if rows had so many times the pages.
+                    part = {"first_page": jax.ShapeDtypeStruct((), jnp.int32), "page_stride": sizes.members}
+                    of_part: dict[str, Any] = {"arguments": {**call.arguments, **part}, "candidates": PARTS}
+                    call = dataclasses.replace(call, operation="paged_attention_part", **of_part)
                 _add(found, (call.operation, *jax.tree.leaves(call.arguments), rows), call)
     return list(found.values())
-
-
-def _first_part(call: Call, members: int) -> Call:
-    """The call of a mesh's first member, as if each row had that many times the pages, in place of one for all."""
-    part = {"first_page": jax.ShapeDtypeStruct((), jnp.int32), "page_stride": members}
-    return dataclasses.replace(
-        call, operation="paged_attention_part", candidates=PARTS, arguments={**call.arguments, **part}
-    )
 
 
 def _steps(model: HybridModel, sizes: Sizes) -> Iterator[tuple[str, int, tuple[Any, Any], StepBatch]]:
