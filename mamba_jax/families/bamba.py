@@ -7,7 +7,6 @@ SwiGLU MLP; multipliers everywhere.
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,26 +30,14 @@ from mamba_jax.families.fields import Fields
 
 def mamba_config(fields: Fields, hidden: int, eps: float, *, inner_size: int | None = None) -> MambaConfig:
     """Reads a Mamba2 mixer. The inner width is `inner_size` or expand * hidden."""
-    heads = fields.integer("mamba_n_heads", 128)
+    heads, bias = fields.integer("mamba_n_heads", 128), fields.flag("mamba_proj_bias", False)
     inner = int(fields.number("mamba_expand", 2) * hidden) if inner_size is None else inner_size
     automatic = fields.given("mamba_d_head") in (None, "auto")
     head_dim = inner // heads if automatic else fields.integer("mamba_d_head", 0)
     if heads * head_dim != inner:
         raise ModelConfigError(f"{heads} Mamba heads of {head_dim} do not make the inner width {inner}")
-    bias = fields.flag("mamba_proj_bias", False)
-    low, high = fields.numbers("time_step_limit", (0.0, math.inf))
-    return MambaConfig(
-        num_heads=heads,
-        head_dim=head_dim,
-        state_size=fields.integer("mamba_d_state", 256),
-        num_groups=fields.integer("mamba_n_groups", 1),
-        conv_width=fields.integer("mamba_d_conv", 4),
-        conv_bias=fields.flag("mamba_conv_bias", True),
-        in_bias=bias,
-        out_bias=bias,
-        dt_limit=(low, high),
-        norm_eps=eps,
-    )
+    sizes = {"heads": heads, "head_dim": head_dim, "state": 256, "groups": 1}
+    return parts.mamba_config(fields, eps, **sizes, bias=bias, dt_limit=parts.dt_limit(fields))
 
 
 def bamba_from_hf(raw: Mapping[str, Any]) -> HybridConfig:

@@ -40,54 +40,53 @@ class Fields:
 
     def integer(self, name: str, default: int, *aliases: str) -> int:
         """Returns a whole number."""
-        value = self._checked("a whole number", _is_whole, name, *aliases)
-        return default if value is None else int(value)
+        return int(self._checked("a whole number", _is_whole, default, name, *aliases))
 
     def number(self, name: str, default: float, *aliases: str) -> float:
         """Returns a number, possibly infinite."""
         value = self.given(name, *aliases)
         return default if value is None else _number(name, value)
 
-    def numbers(self, name: str, default: tuple[float, ...], *aliases: str) -> tuple[float, ...]:
+    def numbers(self, name: str, default: tuple[float, ...]) -> tuple[float, ...]:
         """Returns a list of numbers of the same length as the default."""
 
         def accepts(value: Any) -> bool:
             return isinstance(value, list | tuple) and len(value) == len(default)
 
-        value = self._checked(f"a list of {len(default)} numbers", accepts, name, *aliases)
-        return default if value is None else tuple(_number(name, one) for one in value)
+        value = self._checked(f"a list of {len(default)} numbers", accepts, default, name)
+        return tuple(_number(name, one) for one in value)
 
     def flag(self, name: str, default: bool, *aliases: str) -> bool:
-        """true or false."""
-        value = self._checked("true or false", lambda value: isinstance(value, bool), name, *aliases)
-        return default if value is None else value
+        """Returns true or false."""
+        return bool(self._checked("true or false", lambda value: isinstance(value, bool), default, name, *aliases))
 
     def text(self, name: str, default: str, *aliases: str) -> str:
         """Returns a string."""
-        value = self._checked("a string", lambda value: isinstance(value, str), name, *aliases)
-        return default if value is None else value
+        return str(self._checked("a string", lambda value: isinstance(value, str), default, name, *aliases))
 
     def strings(self, name: str, *aliases: str) -> list[str] | None:
         """Returns a list of strings, or None."""
         is_text = _is_list_of(lambda one: isinstance(one, str))
-        found: list[str] | None = self._checked("a list of strings", is_text, name, *aliases)
+        found: list[str] | None = self._checked("a list of strings", is_text, None, name, *aliases)
         return found
 
     def integers(self, name: str, default: list[int]) -> list[int]:
         """Returns a list of whole numbers."""
-        value = self._checked("a list of whole numbers", _is_list_of(_is_whole), name)
-        return default if value is None else [int(one) for one in value]
+        return [int(one) for one in self._checked("a list of whole numbers", _is_list_of(_is_whole), default, name)]
 
     def mapping(self, name: str) -> Mapping[str, Any]:
         """Returns an object; an empty one if the field is absent."""
-        return self._checked("an object", lambda value: isinstance(value, Mapping), name) or {}
+        found: Mapping[str, Any] = self._checked("an object", lambda value: isinstance(value, Mapping), {}, name)
+        return found
 
-    def _checked(self, expected: str, accepts: Callable[[Any], bool], *names: str) -> Any:
-        """Returns the value under the first of these names that has one, or None."""
-        value = self.given(*names)
-        if value is not None and not accepts(value):
-            raise ModelConfigError(f"config field {names[0]} is {value!r}: {expected} is expected")
-        return value
+    def _checked(self, expected: str, accepts: Callable[[Any], bool], default: Any, *names: str) -> Any:
+        """Returns the value under the first of these names that has one, or the default."""
+        key = next((name for name in names if self._raw.get(name) is not None), None)
+        if key is None:
+            return default
+        if not accepts(self._raw[key]):
+            raise ModelConfigError(f"config field {key} is {self._raw[key]!r}: {expected} is expected")
+        return self._raw[key]
 
     def tokens(self, name: str, default: int | None) -> tuple[int, ...]:
         """One token id, several, or none, which may be -1 too."""
@@ -95,7 +94,7 @@ class Fields:
         def accepts(value: Any) -> bool:
             return _is_whole(value) or _is_list_of(_is_whole)(value)
 
-        value = self._checked("a whole number or a list of them", accepts, name)
+        value = self._checked("a whole number or a list of them", accepts, None, name)
         found = value if isinstance(value, list) else [self.token(name, default)]
         return tuple(int(one) for one in found if one is not None and one >= 0)
 

@@ -12,7 +12,7 @@ from typing import Any
 from mamba_jax.config import LATENT, MLP, MOE, HybridConfig, LatentAttentionConfig, MLPConfig, ModelConfigError
 from mamba_jax.config.linear_recurrence import DELTA, DeltaConfig
 from mamba_jax.families import parts
-from mamba_jax.families.base import Family, HFSource, placed, tensor, with_prefix
+from mamba_jax.families.base import Family, HFSource, placed
 from mamba_jax.families.fields import Fields
 from mamba_jax.families.rope import rope_config
 
@@ -34,6 +34,10 @@ def kimi_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     hidden, eps = fields.integer("hidden_size", 2304), fields.number("rms_norm_eps", 1e-5)
     layers = fields.integer("num_hidden_layers", 27)
     pairs = zip(_kimi_mixers(fields, layers), _feed_forward(fields, layers, dense=1), strict=True)
+    inner = Fields(fields.mapping("linear_attn_config"))
+    heads = inner.integer("num_heads", fields.integer("linear_num_heads", 32))
+    size = inner.integer("head_dim", fields.integer("linear_head_dim", 128))
+    width = inner.integer("short_conv_kernel_size", fields.integer("linear_conv_kernel_dim", 4))
     return HybridConfig(
         **parts.common_fields(fields, KIMI_LINEAR.name, hidden, eps, vocab=163840, tied=False, bos=163584, eos=163586)
         | {"max_position_embeddings": fields.integer("model_max_length", 1048576, "max_position_embeddings")},
@@ -41,7 +45,7 @@ def kimi_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
         latent_attention=_latent_attention(fields),
         mlp=MLPConfig(fields.integer("intermediate_size", 9216)),
         moe=parts.moe_config(fields, experts=256, chosen=8, size=1024, scaling=2.446, shared=1),
-        recurrences=(_kimi_delta_config(fields, eps),),
+        recurrences=(_delta_config(heads, size, width, eps, gate_rank=size),),
     )
 
 
@@ -99,30 +103,21 @@ def _feed_forward(fields: Fields, layers: int, *, dense: int) -> str:
     return found
 
 
-def _kimi_delta_config(fields: Fields, eps: float) -> DeltaConfig:
-    inner = Fields(fields.mapping("linear_attn_config"))
-    heads = inner.integer("num_heads", fields.integer("linear_num_heads", 32))
-    size = inner.integer("head_dim", fields.integer("linear_head_dim", 128))
-    width = inner.integer("short_conv_kernel_size", fields.integer("linear_conv_kernel_dim", 4))
-    return _delta_config(heads, size, width, eps, gate_rank=size)
-
-
 def _kimi_delta(config: DeltaConfig, hidden: int) -> dict[str, HFSource]:
     """transformers puts what decides about decays under `forget_gate`, and the three convolutions in one tensor."""
     inner, width = config.inner_size, config.conv_width
-    spelt = {part: part for part in ("q_proj", "k_proj", "v_proj", "b_proj")}
-    spelt |= {"z_proj.down": "g_a_proj", "z_proj.up": "g_b_proj", "norm": "o_norm", "out_proj": "o_proj"}
-    gates = parts.weights({"a_proj.down": "f_a_proj", "a_proj.up": "f_b_proj"}) | {
-        "dt_bias": tensor("dt_bias"),
-        "a_log": tensor("A_log", shape=(1, 1, config.num_heads, 1)),
-    }
-    sources = parts.weights(spelt) | with_prefix(gates, "", "forget_gate.") | _convolutions(config, hidden)
+    spelt: dict[str, parts.Spelling] = {"z_proj.down": "g_a_proj", "z_proj.up": "g_b_proj"}
+    spelt |= {"norm": "o_norm", "out_proj": "o_proj"}
+    gates = {"a_proj.down": "f_a_proj", "a_proj.up": "f_b_proj", "dt_bias": "dt_bias", "a_log": "A_log"}
+    spelt |= {ours: (theirs, f"forget_gate.{theirs}") for ours, theirs in gates.items()}
+    sources = parts.named(config.parameters(), spelt, {"a_log": (1, 1, config.num_heads, 1)})
+    sources |= _convolutions(config)
     for path, together in parts.consecutive("conv1d", {"conv_qk": 2 * inner, "conv_v": inner}, 1, width).items():
         sources[path] = replace(sources[path], alternatives=(together,))
     return sources
 
 
-def _convolutions(config: DeltaConfig, hidden: int) -> dict[str, HFSource]:
+def _convolutions(config: DeltaConfig) -> dict[str, HFSource]:
     """Returns those of queries, keys and values, each in its own tensor."""
     sources = {}
     for ours, theirs in (("conv_qk", "qk"), ("conv_v", "v")):
@@ -195,10 +190,8 @@ def ling3_names(config: HybridConfig) -> dict[str, HFSource]:
 
 
 def _ling_delta(config: DeltaConfig, hidden: int) -> dict[str, HFSource]:
-    spelt: dict[str, parts.Spelling] = {part: part for part in ("q_proj", "k_proj", "v_proj", "b_proj")}
-    spelt |= {"z_proj": "g_proj", "a_proj": "f_proj", "norm": "o_norm", "out_proj": ("dense", "o_proj")}
-    sources = parts.weights(spelt) | _convolutions(config, hidden)
-    return sources | {"dt_bias": tensor("dt_bias"), "a_log": tensor("A_log")}
+    spelt = {"z_proj": "g_proj", "a_proj": "f_proj", "norm": "o_norm", "out_proj": ("dense", "o_proj")}
+    return parts.named(config.parameters(), spelt) | _convolutions(config)
 
 
 def _ignored(config: HybridConfig) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 from mamba_jax.config import ATTENTION, MLP, MOE, WINDOWED, AttentionConfig, HybridConfig, MLPConfig, QKNormConfig
 from mamba_jax.config.channel_recurrence import SHORT_CONV, ShortConvConfig
 from mamba_jax.families import parts
-from mamba_jax.families.base import Family, HFSource, tensor
+from mamba_jax.families.base import Family, HFSource
 from mamba_jax.families.fields import Fields
 
 _SPARSE = "lfm2_moe"
@@ -110,13 +110,8 @@ def lfm3_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
 
 def _conv(config: ShortConvConfig, hidden: int) -> dict[str, HFSource]:
     channels = config.channels
-    sources = parts.linear("out_proj", "out_proj", bias=config.bias) | {
-        "in_proj.weight": tensor("in_proj.weight", shape=(3 * channels, hidden)),
-        "conv.weight": tensor("conv.weight", shape=(channels, 1, config.conv_width)),
-    }
-    if config.bias:
-        sources |= {"in_proj.bias": tensor("in_proj.bias", shape=(3 * channels,)), "conv.bias": tensor("conv.bias")}
-    return sources
+    shapes = {"in_proj.weight": (3 * channels, hidden), "conv.weight": (channels, 1, config.conv_width)}
+    return parts.named(config.parameters(), shapes={**shapes, "in_proj.bias": (3 * channels,)})
 
 
 def _naming(spelt: Mapping[str, str]) -> Callable[[HybridConfig], dict[str, HFSource]]:

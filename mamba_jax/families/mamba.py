@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from mamba_jax.config import ATTENTION, MAMBA, MLP, MOE, HybridConfig, MambaConfig, MLPConfig, ModelConfigError
+from mamba_jax.config import ATTENTION, MAMBA, MLP, MOE, HybridConfig, MLPConfig, ModelConfigError
 from mamba_jax.config.channel_recurrence import MAMBA1, Mamba1Config
 from mamba_jax.families import parts
-from mamba_jax.families.base import Family, HFSource, tensor
+from mamba_jax.families.base import Family
 from mamba_jax.families.fields import Fields
 
 _FALCON = "falcon_mamba"
@@ -23,21 +23,14 @@ def mamba1_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     fields = Fields(raw)
     hidden, eps = fields.integer("hidden_size", 768), fields.number("layer_norm_epsilon", 1e-5)
     falcon = fields.given("model_type") == _FALCON
-    mamba = Mamba1Config(
-        # Falcon-Mamba's config.json has an `expand` that its own width contradicts.
-        channels=fields.integer("intermediate_size", int(fields.number("expand", 2) * hidden)),
-        state_size=fields.integer("state_size", 16),
-        dt_rank=_dt_rank(fields, "time_step_rank", hidden),
-        conv_width=fields.integer("conv_kernel", 4),
-        conv_bias=fields.flag("use_conv_bias", True),
-        bias=fields.flag("use_bias", False),
-        norm_eps=fields.number("mixer_rms_eps", 1e-6) if falcon else None,
-    )
+    # Falcon-Mamba's config.json has an `expand` that its own width contradicts.
+    channels = fields.integer("intermediate_size", int(fields.number("expand", 2) * hidden))
+    norm_eps = fields.number("mixer_rms_eps", 1e-6) if falcon else None
     return HybridConfig(
         **parts.common_fields(fields, MAMBA1_FAMILY.name, hidden, eps, vocab=50280, tied=True, bos=0, eos=0)
         | {"max_position_embeddings": None},
         pattern=MAMBA1 * fields.integer("num_hidden_layers", 32),
-        recurrences=(mamba,),
+        recurrences=(_mamba1_config(fields, hidden, channels, norm_eps=norm_eps),),
         residual_in_fp32=fields.flag("residual_in_fp32", True),
     )
 
@@ -46,20 +39,9 @@ def mamba2_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     """Reads a config.json of transformers' `Mamba2Config`."""
     fields = Fields(raw)
     hidden, eps = fields.integer("hidden_size", 4096), fields.number("layer_norm_epsilon", 1e-5)
-    bias = fields.flag("use_bias", False)
-    low, high = fields.numbers("time_step_limit", (0.0, float("inf")))
-    mamba = MambaConfig(
-        num_heads=fields.integer("num_heads", 128),
-        head_dim=fields.integer("head_dim", 64),
-        state_size=fields.integer("state_size", 128),
-        num_groups=fields.integer("n_groups", 8),
-        conv_width=fields.integer("conv_kernel", 4),
-        conv_bias=fields.flag("use_conv_bias", True),
-        in_bias=bias,
-        out_bias=bias,
-        dt_limit=(low, high),
-        norm_eps=eps,
-    )
+    sizes = {"heads": fields.integer("num_heads", 128), "head_dim": fields.integer("head_dim", 64)}
+    bias, limit = fields.flag("use_bias", False), parts.dt_limit(fields)
+    mamba = parts.mamba_config(fields, eps, **sizes, state=128, groups=8, bias=bias, dt_limit=limit)
     expand = fields.number("expand", 2)
     if mamba.inner_size != expand * hidden:
         raise ModelConfigError(
@@ -74,20 +56,18 @@ def mamba2_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     )
 
 
-def weight_names(config: HybridConfig) -> dict[str, HFSource]:
-    """Returns names as `MambaForCausalLM`, `FalconMambaForCausalLM` and `Mamba2ForCausalLM` have them."""
-    mixers: parts.Mixers = {MAMBA: ("mixer", parts.mamba), MAMBA1: ("mixer", parts.mamba1)}
-    body, prefixes = parts.layers(config, mixers, ("norm",)), ("backbone.", "model.")
-    sources = parts.whole_model(config, body, embed="embeddings.weight", norm="norm_f.weight", prefixes=prefixes)
-    # The reference code's own checkpoints say "embedding".
-    spelt = "backbone.embeddings.weight", "model.embeddings.weight", "backbone.embedding.weight"
-    return sources | {"embed.weight": tensor(*spelt)}
-
-
-def _dt_rank(fields: Fields, name: str, hidden: int) -> int:
-    """Returns the rank of Mamba-1's step size projection; if absent or "auto", a sixteenth of the hidden size."""
-    automatic = fields.given(name) in (None, "auto")
-    return -(-hidden // 16) if automatic else fields.integer(name, 0)
+def _mamba1_config(fields: Fields, hidden: int, channels: int, **options: Any) -> Mamba1Config:
+    """Reads a Mamba-1 mixer. Without a rank of step sizes, or with "auto", it is a sixteenth of the hidden size."""
+    automatic = fields.given("mamba_dt_rank", "time_step_rank") in (None, "auto")
+    return Mamba1Config(
+        channels=channels,
+        state_size=fields.integer("mamba_d_state", 16, "state_size"),
+        dt_rank=-(-hidden // 16) if automatic else fields.integer("mamba_dt_rank", 0, "time_step_rank"),
+        conv_width=fields.integer("mamba_d_conv", 4, "conv_kernel"),
+        conv_bias=fields.flag("mamba_conv_bias", True, "use_conv_bias"),
+        bias=fields.flag("mamba_proj_bias", False, "use_bias"),
+        **options,
+    )
 
 
 def jamba_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
@@ -98,25 +78,14 @@ def jamba_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     hidden, eps = fields.integer("hidden_size", 4096), fields.number("rms_norm_eps", 1e-6)
     experts = fields.integer("num_experts", 16, "num_local_experts")
     attends, routes = _every(fields, "attn_layer", 8, 4), _every(fields, "expert_layer", 2, 1)
-    layers = range(fields.integer("num_hidden_layers", 32))
+    layers, channels = range(fields.integer("num_hidden_layers", 32)), int(fields.number("mamba_expand", 2) * hidden)
     pattern = "".join(
         (ATTENTION if attends(layer) else MAMBA1) + (MOE if experts > 1 and routes(layer) else MLP) for layer in layers
     )
     return HybridConfig(
         **parts.common_fields(fields, JAMBA_FAMILY.name, hidden, eps, vocab=65536, tied=False, bos=1, eos=2),
         pattern=pattern,
-        recurrences=(
-            Mamba1Config(
-                channels=int(fields.number("mamba_expand", 2) * hidden),
-                state_size=fields.integer("mamba_d_state", 16),
-                dt_rank=_dt_rank(fields, "mamba_dt_rank", hidden),
-                conv_width=fields.integer("mamba_d_conv", 4),
-                conv_bias=fields.flag("mamba_conv_bias", True),
-                bias=fields.flag("mamba_proj_bias", False),
-                norm_eps=eps,
-                norm_weights=True,
-            ),
-        ),
+        recurrences=(_mamba1_config(fields, hidden, channels, norm_eps=eps, norm_weights=True),),
         attention=parts.attention_config(fields, hidden, num_heads=32, num_kv_heads=8, rope=None),
         mlp=MLPConfig(fields.integer("intermediate_size", 14336)),
         moe=parts.moe_config(
@@ -138,6 +107,14 @@ def _every(fields: Fields, name: str, default_period: int, default_offset: int) 
     return lambda layer: layer % period == offset
 
 
+weight_names = parts.naming(
+    {MAMBA: ("mixer", parts.mamba), MAMBA1: ("mixer", parts.mamba1)},
+    ("norm",),
+    embed=("embeddings.weight", "embedding.weight"),  # the latter in the reference code's own checkpoints
+    norm="norm_f.weight",
+    prefixes=("backbone.", "model."),
+)
+"""As `MambaForCausalLM`, `FalconMambaForCausalLM` and `Mamba2ForCausalLM` have them."""
 jamba_names = parts.naming(
     {
         MAMBA1: ("mamba", parts.mamba1),

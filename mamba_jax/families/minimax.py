@@ -73,11 +73,10 @@ def _residual(fields: Fields, kind: str, name: str, published: str) -> NormedRes
     )
 
 
-_LIGHTNING = {"qkv_proj": "qkv_proj", "gate_proj": "output_gate", "norm": "norm", "out_proj": "out_proj"}
 weight_names = parts.naming(
     {
         ATTENTION: ("self_attn", parts.attention),
-        LIGHTNING: ("self_attn", lambda config, hidden: parts.weights(_LIGHTNING)),
+        LIGHTNING: ("self_attn", lambda config, _: parts.named(config.parameters(), {"gate_proj": "output_gate"})),
         MOE: (("block_sparse_moe", "mlp"), partial(parts.moe, names=parts.MIXTRAL)),
     }
 )

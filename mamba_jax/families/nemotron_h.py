@@ -4,19 +4,9 @@ behind a sigmoid router (on latent copies in the larger ones), and a multi-token
 from collections.abc import Mapping
 from typing import Any
 
-from mamba_jax.config import (
-    ATTENTION,
-    MAMBA,
-    MLP,
-    MOE,
-    HybridConfig,
-    MambaConfig,
-    MLPConfig,
-    ModelConfigError,
-    MoEConfig,
-)
+from mamba_jax.config import MAMBA, MLP, MOE, HybridConfig, MLPConfig, ModelConfigError
 from mamba_jax.families import mtp, parts
-from mamba_jax.families.base import Family, HFSource
+from mamba_jax.families.base import Family
 from mamba_jax.families.fields import Fields
 
 _KINDS = {**parts.MAMBA_KINDS, "mlp": MLP, "moe": MOE}
@@ -39,23 +29,21 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
         mtp_pattern = fields.text("mtp_hybrid_override_pattern", "*E")
     if fields.integer("num_nextn_predict_layers", 0) != 1:
         mtp_pattern = ""
-    proj_bias, head_dim = fields.flag("use_bias", False), fields.integer("attention_head_dim", 128)
+    head_dim = fields.integer("attention_head_dim", 128)
     activation, bias = fields.text("mlp_hidden_act", "relu2"), fields.flag("mlp_bias", False)
     return HybridConfig(
         **parts.common_fields(
             fields, FAMILY.name, hidden, eps, vocab=131072, tied=False, bos=1, eos=2, silu="mamba_hidden_act"
         ),
         pattern=pattern,
-        mamba=MambaConfig(
-            num_heads=fields.integer("mamba_num_heads", 128),
+        mamba=parts.mamba_config(
+            fields,
+            eps,
+            heads=fields.integer("mamba_num_heads", 128),
             head_dim=fields.integer("mamba_head_dim", 64),
-            state_size=fields.integer("ssm_state_size", 128),
-            num_groups=fields.integer("n_groups", 8, "mamba_n_groups"),
-            conv_width=fields.integer("conv_kernel", 4, "mamba_d_conv"),
-            conv_bias=fields.flag("use_conv_bias", True, "mamba_conv_bias"),
-            in_bias=proj_bias,
-            out_bias=proj_bias,
-            norm_eps=eps,
+            state=128,
+            groups=8,
+            bias=fields.flag("use_bias", False),
         ),
         attention=parts.attention_config(
             fields, hidden, num_heads=32, num_kv_heads=8, head_dim=head_dim, rope=None, bias=False
@@ -79,28 +67,6 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     )
 
 
-def weight_names(config: HybridConfig) -> dict[str, HFSource]:
-    """Returns names as `NemotronHForCausalLM` has them; `mtp.*` as NVIDIA's checkpoints have it."""
-    mixers: parts.Mixers = {
-        MAMBA: ("mixer", parts.mamba),
-        ATTENTION: ("mixer", parts.attention),
-        MLP: ("mixer", parts.mlp),
-        MOE: ("mixer", _moe),
-    }
-    prefixes = "backbone.", "model.", "model.language_model."
-    body = parts.layers(config, mixers, ("norm",))
-    sources = parts.whole_model(config, body, embed="embeddings.weight", norm="norm_f.weight", prefixes=prefixes)
-    return sources | mtp.frame(config) | mtp.sublayers(config, mixers, "norm")
-
-
-def _moe(config: MoEConfig, hidden: int) -> dict[str, HFSource]:
-    sources = parts.moe(config, hidden, correction="gate.e_score_correction_bias", shared="shared_experts")
-    if config.latent_size:
-        for ours, theirs in (("latent_in", "fc1_latent_proj"), ("latent_out", "fc2_latent_proj")):
-            sources |= parts.linear(ours, theirs, bias=config.bias)
-    return sources
-
-
 def _intermediate_size(fields: Fields) -> int | tuple[int, ...]:
     """One number, or in pruned models one for each MLP."""
     if isinstance(fields.given("intermediate_size"), list):
@@ -108,4 +74,12 @@ def _intermediate_size(fields: Fields) -> int | tuple[int, ...]:
     return fields.integer("intermediate_size", 21504)
 
 
+weight_names = parts.naming(
+    {MAMBA: ("mixer", parts.mamba), **mtp.NVIDIA},
+    ("norm",),
+    embed="embeddings.weight",
+    norm="norm_f.weight",
+    prefixes=("backbone.", "model.", "model.language_model."),
+)
+"""As `NemotronHForCausalLM` has them. NVIDIA's names of `mtp.*` are those of added layers (`families.mtp`)."""
 FAMILY = Family("NemotronH", ("nemotron_h",), config_from_hf, weight_names, mtp.unused)

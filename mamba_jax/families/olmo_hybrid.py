@@ -55,10 +55,8 @@ def _delta(fields: Fields, hidden: int, heads: int) -> DeltaConfig:
 
 def _delta_names(config: DeltaConfig, hidden: int) -> dict[str, HFSource]:
     keys, inner, width = config.key_size, config.inner_size, config.conv_width
-    spelt = {part: part for part in ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj")}
-    spelt |= {"z_proj": "g_proj", "out_proj": "o_proj", "norm": "o_norm"}
+    sources = parts.named(config.parameters(), {"z_proj": "g_proj", "out_proj": "o_proj", "norm": "o_norm"})
     channels = 2 * keys + inner
-    sources = parts.weights(spelt) | {"dt_bias": tensor("dt_bias"), "a_log": tensor("A_log")}
     for part, rows in (("conv_qk", (0, 2 * keys)), ("conv_v", (2 * keys, channels))):
         together = tensor("conv1d.weight", rows=rows, shape=(channels, 1, width))
         # transformers 5.23 saves equal thirds of conv1d under these names, however wide queries, keys and values are.

@@ -4,7 +4,8 @@ Functions of type `Names` give each parameter of a mixer by its path from the mi
 the mixer's on; `layers` and `whole_model` put both in their places.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -145,6 +146,26 @@ def mlp_config(fields: Fields, size: int, **options: Any) -> MLPConfig:
     return MLPConfig(fields.integer("intermediate_size", size), activation, bias=bias, **options)
 
 
+def mamba_config(
+    fields: Fields, eps: float, *, heads: int, head_dim: int, state: int, groups: int, bias: bool, **options: Any
+) -> MambaConfig:
+    """Reads a Mamba2 mixer from the usual fields. `state` and `groups` are defaults; `options` are of `MambaConfig`."""
+    arguments: dict[str, Any] = {
+        "state_size": fields.integer("mamba_d_state", state, "ssm_state_size", "state_size"),
+        "num_groups": fields.integer("mamba_n_groups", groups, "mamba_ngroups", "n_groups"),
+        "conv_width": fields.integer("mamba_d_conv", 4, "conv_kernel"),
+        "conv_bias": fields.flag("mamba_conv_bias", True, "use_conv_bias"),
+        "norm_eps": eps,
+    }
+    return MambaConfig(num_heads=heads, head_dim=head_dim, in_bias=bias, out_bias=bias, **arguments | options)
+
+
+def dt_limit(fields: Fields) -> tuple[float, float]:
+    """Returns the limits of a Mamba2 mixer's step sizes."""
+    low, high = fields.numbers("time_step_limit", (0.0, math.inf))
+    return low, high
+
+
 def delta_config(
     fields: Fields, eps: float, *, values: int, keys: int, value_size: int = 128, key_size: int = 128, beta: float = 1.0
 ) -> DeltaConfig:
@@ -171,9 +192,23 @@ def weights(spelt: Mapping[str, Spelling]) -> dict[str, HFSource]:
     return {f"{ours}.weight": tensor(*(f"{one}.weight" for one in _each(theirs))) for ours, theirs in spelt.items()}
 
 
-def linear(ours: str, theirs: str, *, bias: bool = False) -> dict[str, HFSource]:
-    """Returns a dense layer."""
-    return weights({ours: theirs}) | ({f"{ours}.bias": tensor(f"{theirs}.bias")} if bias else {})
+def named(
+    parameters: Iterable[str], spelt: Mapping[str, Spelling] = {}, shapes: Mapping[str, tuple[int, ...]] = {}
+) -> dict[str, HFSource]:
+    """Returns parameters that are one tensor each.
+
+    Args:
+        parameters: our paths.
+        spelt: the checkpoint's names of parameters, or of the modules that they belong to, where they are not ours.
+        shapes: those of tensors in the checkpoint, by our paths, where they are not the parameters'.
+    """
+    spelt, sources = {"a_log": "A_log", "d": "D", **spelt}, {}
+    for path in parameters:
+        module, dot, name = path.rpartition(".")
+        modules = () if path in spelt else _each(spelt.get(module, module))
+        names = [f"{one}{dot}{name}" for one in modules] or _each(spelt[path])
+        sources[path] = tensor(*names, shape=shapes.get(path))
+    return sources
 
 
 def consecutive(
@@ -200,62 +235,41 @@ def mamba(config: MambaConfig, hidden: int) -> dict[str, HFSource]:
     inner, group = config.inner_size, config.key_size
     projected = {"in_proj_zx": 2 * inner, "in_proj_bc": 2 * group, "in_proj_dt": config.num_heads}
     convolved = {"conv_x": inner, "conv_bc": 2 * group}
-    sources = consecutive("in_proj", projected, hidden, bias=config.in_bias)
-    sources |= consecutive("conv1d", convolved, 1, config.conv_width, bias=config.conv_bias)
-    sources |= {"dt_bias": tensor("dt_bias"), "a_log": tensor("A_log"), "d": tensor("D")}
-    sources |= weights({"norm": "norm"}) if config.norm else {}
-    return sources | linear("out_proj", "out_proj", bias=config.out_bias)
+    sources = named(config.parameters()) | consecutive("in_proj", projected, hidden, bias=config.in_bias)
+    return sources | consecutive("conv1d", convolved, 1, config.conv_width, bias=config.conv_bias)
 
 
 def mamba1(config: Mamba1Config, hidden: int) -> dict[str, HFSource]:
     """A Mamba-1 mixer. The rows of in_proj are x, z; norms of B, C and step sizes are named as Jamba has them."""
     inner = config.channels
-    sources = {"in_proj.weight": tensor("in_proj.weight", shape=(2 * inner, hidden))}
-    if config.bias:
-        sources["in_proj.bias"] = tensor("in_proj.bias", shape=(2 * inner,))
-    sources["conv.weight"] = tensor("conv1d.weight", shape=(inner, 1, config.conv_width))
-    if config.conv_bias:
-        sources["conv.bias"] = tensor("conv1d.bias")
-    sources |= {"a_log": tensor("A_log"), "d": tensor("D")}
-    if config.norm_weights:
-        sources |= weights({f"{part}_norm": f"{part}_layernorm" for part in ("dt", "b", "c")})
-    sources |= weights({"x_proj": "x_proj"}) | linear("dt_proj", "dt_proj", bias=True)
-    return sources | linear("out_proj", "out_proj", bias=config.bias)
+    shapes = {"in_proj.weight": (2 * inner, hidden), "in_proj.bias": (2 * inner,)}
+    shapes["conv.weight"] = inner, 1, config.conv_width
+    norms = {f"{part}_norm": f"{part}_layernorm" for part in ("dt", "b", "c")}
+    return named(config.parameters(), {"conv": "conv1d", **norms}, shapes)
 
 
-def attention(config: AttentionConfig, hidden: int, spelt: Mapping[str, str] = {}) -> dict[str, HFSource]:
-    """Attention with separate q, k, v and o projections, and norms of q and k if it has them.
-
-    `spelt` has the names of parts that the checkpoint calls otherwise.
-    """
-    sources: dict[str, HFSource] = {}
-    for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        bias = config.bias or (config.output_bias and part == "o_proj")
-        sources |= linear(part, spelt.get(part, part), bias=bias)
-    if config.head_gate:
-        sources |= weights({"gate_proj": ("gate_proj", "g_proj")})
+def attention(config: AttentionConfig, hidden: int, spelt: Mapping[str, Spelling] = {}) -> dict[str, HFSource]:
+    """Returns attention with separate projections. `spelt`: parts that the checkpoint calls otherwise."""
+    sources = named(config.parameters(), {"gate_proj": ("gate_proj", "g_proj"), **spelt})
     for part in ("k", "v") if config.kv_scales else ():
         names = (f"{part}_proj.{part}_scale", f"{part}_scale", f"attn.{part}_scale")
         sources[f"{part}_scale"] = replace(tensor(*names, shape=()), default=1.0)
-    return sources | weights({part: spelt.get(part, part) for part in ("q_norm", "k_norm") if config.qk_norm})
+    return sources
 
 
 def latent_attention(config: LatentAttentionConfig, hidden: int, output: Spelling = "o_proj") -> dict[str, HFSource]:
     """Attention over latents. Of kv_b_proj, each head has the rows of its keys, then those of its values."""
-    spelt: dict[str, Spelling] = {"latent_proj": "kv_a_proj_with_mqa", "norm": "kv_a_layernorm"}
-    if config.query_latent_size:
-        spelt |= {"q_latent_proj": "q_a_proj", "q_norm": "q_a_layernorm", "q_proj": "q_b_proj"}
-    else:
-        spelt["q_proj"] = "q_proj"
-    sources = weights(spelt | {"o_proj": output} | ({"gate_proj": "g_proj"} if config.head_gate else {}))
+    spelt: dict[str, Spelling] = {"latent_proj": "kv_a_proj_with_mqa", "norm": "kv_a_layernorm", "o_proj": output}
+    spelt |= {"q_latent_proj": "q_a_proj", "q_norm": "q_a_layernorm", "gate_proj": "g_proj"}
+    spelt |= {"q_proj": "q_b_proj"} if config.query_latent_size else {}
     of_head = {"k_up": config.key_size, "v_up": config.value_size}
-    return sources | consecutive("kv_b_proj", of_head, config.latent_size, pieces=config.num_heads)
+    rows = consecutive("kv_b_proj", of_head, config.latent_size, pieces=config.num_heads)
+    return named(config.parameters(), spelt) | rows
 
 
-def mlp(config: MLPConfig | MoEConfig, hidden: int, names: tuple[str, str, str] = MLP_NAMES) -> dict[str, HFSource]:
+def mlp(config: MLPConfig, hidden: int, names: tuple[str, str, str] = MLP_NAMES) -> dict[str, HFSource]:
     """Returns an MLP with separate projections; `names` are those of gate, up and down."""
-    parts = list(zip(MLP_NAMES, names, strict=True))[0 if config.gated else 1 :]
-    return {path: source for ours, one in parts for path, source in linear(ours, one, bias=config.bias).items()}
+    return named(config.parameters(), dict(zip(MLP_NAMES, names, strict=True)))
 
 
 def moe(
@@ -276,9 +290,9 @@ def moe(
         names: of an expert's gate, up and down projection.
     """
     size, inputs = config.intermediate_size, config.latent_size or hidden
-    sources = weights({"router": router} | ({"shared_gate": shared_gate} if shared_gate else {}))
-    if correction:
-        sources["router.correction_bias"] = tensor(correction)
+    spelt = {"router": router, "router.correction_bias": correction, "shared_gate": shared_gate}
+    spelt |= {"latent_in": "fc1_latent_proj", "latent_out": "fc2_latent_proj"}
+    sources = named(config.parameters(), spelt | {f"shared.{part}": f"{shared}.{part}" for part in MLP_NAMES})
     together = "gate_up_proj", (config.num_experts, 2 * size, inputs)
     for part, own, (joined, shape) in (
         ("up", names[:2] if config.gated else names[1:2], together if config.gated else ("up_proj", None)),
@@ -288,7 +302,7 @@ def moe(
         stored = (size, inputs) if part == "up" and config.gated else None
         alternatives = (tensor(f"experts.{joined}", shape=shape),)
         sources[f"experts.{part}"] = HFSource(each, stored_shape=stored, stack=True, alternatives=alternatives)
-    return sources | (placed("shared", mlp(config, hidden), f"{shared}.") if config.shared_size else {})
+    return sources
 
 
 def layers(
@@ -329,7 +343,7 @@ def whole_model(
     config: HybridConfig,
     body: Mapping[str, HFSource],
     *,
-    embed: str = "embed_tokens.weight",
+    embed: Spelling = "embed_tokens.weight",
     norm: str = "norm.weight",
     prefixes: tuple[str, ...] = ("model.",),
 ) -> dict[str, HFSource]:
@@ -337,7 +351,7 @@ def whole_model(
 
     Names of the body have no prefix yet: the file may use any of `prefixes`. The head never has a prefix.
     """
-    sources = with_prefix({**body, "embed.weight": tensor(embed), "final_norm.weight": tensor(norm)}, *prefixes)
+    sources = with_prefix({**body, "embed.weight": tensor(*_each(embed)), "final_norm.weight": tensor(norm)}, *prefixes)
     return sources if config.tie_word_embeddings else sources | {"lm_head.weight": tensor("lm_head.weight")}
 
 
@@ -345,12 +359,14 @@ def naming(
     mixers: Mixers,
     norms: Sequence[Spelling] = ("input_layernorm", "post_attention_layernorm"),
     *,
+    embed: Spelling = "embed_tokens.weight",
     norm: str = "norm.weight",
     prefixes: tuple[str, ...] = ("model.",),
     **others: Any,
 ) -> Callable[[HybridConfig], dict[str, HFSource]]:
     """Returns `Family.weight_names` of models whose layers alone differ: arguments of `layers` and `whole_model`."""
-    return lambda config: whole_model(config, layers(config, mixers, norms, **others), norm=norm, prefixes=prefixes)
+    around: dict[str, Any] = {"embed": embed, "norm": norm, "prefixes": prefixes}
+    return lambda config: whole_model(config, layers(config, mixers, norms, **others), **around)
 
 
 def _each(spelling: Spelling) -> tuple[str, ...]:

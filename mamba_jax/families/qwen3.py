@@ -23,7 +23,7 @@ from mamba_jax.config import (
 )
 from mamba_jax.config.linear_recurrence import DELTA, DeltaConfig
 from mamba_jax.families import mtp, parts
-from mamba_jax.families.base import Family, HFSource, placed, tensor
+from mamba_jax.families.base import Family, HFSource, placed
 from mamba_jax.families.fields import Fields
 
 _KINDS = {"linear_attention": DELTA, "full_attention": ATTENTION}
@@ -177,12 +177,8 @@ def _weight_names(
 def _delta(config: DeltaConfig) -> dict[str, HFSource]:
     """Returns all of a delta net but its input projections. The channels of conv1d are queries, keys, values."""
     channels = {"conv_qk": 2 * config.key_size, "conv_v": config.inner_size}
-    return {
-        **parts.consecutive("conv1d", channels, 1, config.conv_width),
-        "dt_bias": tensor("dt_bias"),
-        "a_log": tensor("A_log"),
-        **parts.weights({"norm": "norm", "out_proj": "out_proj"}),
-    }
+    conv = parts.consecutive("conv1d", channels, 1, config.conv_width)
+    return parts.named(("dt_bias", "a_log", "norm.weight", "out_proj.weight")) | conv
 
 
 def _fused(config: DeltaConfig, hidden: int) -> dict[str, HFSource]:

@@ -10,7 +10,7 @@ import ml_dtypes
 from mamba_jax.config import ATTENTION, MLP, HybridConfig, MLPConfig
 from mamba_jax.config.channel_recurrence import RG_LRU, RGLRUConfig
 from mamba_jax.families import parts
-from mamba_jax.families.base import Family, HFSource, tensor
+from mamba_jax.families.base import Family, HFSource
 from mamba_jax.families.fields import Fields
 
 _KINDS = {"recurrent": RG_LRU, "attention": ATTENTION}
@@ -55,16 +55,11 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
 
 
 def _rg_lru(config: RGLRUConfig, hidden: int) -> dict[str, HFSource]:
-    sources = {
-        "conv.weight": tensor("conv_1d.weight", shape=(config.channels, 1, config.conv_width)),
-        "conv.bias": tensor("conv_1d.bias"),
-        "recurrent_param": tensor("rg_lru.recurrent_param"),
-    }
-    for ours, theirs in (("x_proj", "linear_x"), ("y_proj", "linear_y"), ("out_proj", "linear_out")):
-        sources |= parts.linear(ours, theirs, bias=True)
+    spelt = {"x_proj": "linear_x", "y_proj": "linear_y", "out_proj": "linear_out", "conv": "conv_1d"}
+    spelt["recurrent_param"] = "rg_lru.recurrent_param"
     for gate in ("input_gate", "recurrent_gate"):
-        sources |= {f"{gate}.weight": tensor(f"rg_lru.{gate}_weight"), f"{gate}_bias": tensor(f"rg_lru.{gate}_bias")}
-    return sources
+        spelt |= {f"{gate}.weight": f"rg_lru.{gate}_weight", f"{gate}_bias": f"rg_lru.{gate}_bias"}
+    return parts.named(config.parameters(), spelt, {"conv.weight": (config.channels, 1, config.conv_width)})
 
 
 weight_names = parts.naming(

@@ -8,7 +8,6 @@ from mamba_jax.config import (
     SHARED,
     AttentionConfig,
     HybridConfig,
-    MambaConfig,
     MLPConfig,
     ModelConfigError,
     SharedConfig,
@@ -43,15 +42,15 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
         **parts.common_fields(fields, FAMILY.name, hidden, eps, vocab=32000, tied=True, bos=1, eos=2, silu=None)
         | ({"max_position_embeddings": 16384} if fields.flag("use_long_context", False) else {}),
         pattern=pattern,
-        mamba=MambaConfig(
-            num_heads=mamba_heads,
+        mamba=parts.mamba_config(
+            fields,
+            _GATED_NORM_EPS,
+            heads=mamba_heads,
             head_dim=inner // mamba_heads,
-            state_size=fields.integer("mamba_d_state", 64),
-            num_groups=fields.integer("mamba_ngroups", 1),
-            conv_width=fields.integer("mamba_d_conv", 4),
-            in_bias=bias,
-            out_bias=bias,
-            norm_eps=_GATED_NORM_EPS,
+            state=64,
+            groups=1,
+            bias=bias,
+            conv_bias=True,
         ),
         attention=AttentionConfig(
             num_heads=heads,
@@ -116,7 +115,7 @@ def _block(config: HybridConfig) -> dict[str, HFSource]:
     return {
         **parts.weights({"attention_norm": "input_layernorm", "mlp_norm": "pre_ff_layernorm"}),
         **placed("attention", parts.attention(need(config.attention), hidden), "self_attn."),
-        **placed("mlp", fused | parts.linear("down_proj", "down_proj", bias=mlp.bias), "feed_forward."),
+        **placed("mlp", parts.mlp(mlp, hidden) | fused, "feed_forward."),
     }
 
 
