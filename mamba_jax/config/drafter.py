@@ -11,6 +11,7 @@ from mamba_jax.config.declaration import (
     Placement,
     StateArray,
     UnevenDivision,
+    declared,
     positive,
 )
 from mamba_jax.config.feed_forward import MLPConfig
@@ -58,13 +59,12 @@ class DrafterConfig:
 
     def parameters(self, target_vocab: int) -> Mapping[str, Placement]:
         """Every parameter by its dotted path from the drafter on, and how it is divided over devices."""
-        found: dict[str, Placement] = {"fc.weight": WHOLE, "final_norm.weight": WHOLE}
-        if self.own_embedding:
-            found["embed.weight"] = _table(target_vocab)
-        if self.own_head:
-            found["lm_head.weight"] = _table(self.vocab_size)
-        if self.maps_vocabulary:
-            found["tokens"] = WHOLE
+        found = declared(
+            (WHOLE, "fc.weight final_norm.weight"),
+            (_table(target_vocab), "embed.weight", self.own_embedding),
+            (_table(self.vocab_size), "lm_head.weight", self.own_head),
+            (WHOLE, "tokens", self.maps_vocabulary),
+        )
         for layer in range(self.num_layers):
             for name, mixer in (("attention", self.attention), ("mlp", self.mlp)):
                 found |= {f"layers.{layer}.{name}.{path}": put for path, put in mixer.parameters().items()}
@@ -86,8 +86,8 @@ class EagleConfig(DrafterConfig):
         return "eagle3"
 
     def parameters(self, target_vocab: int) -> Mapping[str, Placement]:
-        found = dict(super().parameters(target_vocab)) | {"layers.0.hidden_norm.weight": WHOLE}
-        return found | ({"states_norm.weight": WHOLE} if self.norms_states else {})
+        own = declared((WHOLE, "layers.0.hidden_norm.weight"), (WHOLE, "states_norm.weight", self.norms_states))
+        return {**super().parameters(target_vocab), **own}
 
 
 @dataclass(frozen=True)
@@ -139,17 +139,16 @@ class BlockConfig(DrafterConfig):
         return count if self.from_newest else count + 1
 
     def parameters(self, target_vocab: int) -> Mapping[str, Placement]:
-        found = dict(super().parameters(target_vocab)) | {"states_norm.weight": WHOLE}
-        if self.markov_rank:
-            found |= {"markov_before.weight": _table(target_vocab), "markov_after.weight": _table(self.vocab_size)}
-        if self.estimates:
-            found |= dict.fromkeys(("confidence.weight", "confidence.bias"), WHOLE)
-        if self.selector_rank:
-            found |= dict.fromkeys((f"selector.{part}.weight" for part in ("hidden", "before", "after")), WHOLE)
-        for layer in range(self.num_layers) if self.conv_kernel else ():
-            for conv in (f"layers.{layer}.attention_conv", f"layers.{layer}.mlp_conv"):
-                found |= {f"{conv}.base": WHOLE, f"{conv}.projection.weight": WHOLE}
-        return found
+        convs = [f"layers.{layer}.{part}_conv" for layer in range(self.num_layers) for part in ("attention", "mlp")]
+        own = declared(
+            (WHOLE, "states_norm.weight"),
+            (_table(target_vocab), "markov_before.weight", self.markov_rank),
+            (_table(self.vocab_size), "markov_after.weight", self.markov_rank),
+            (WHOLE, "confidence.weight confidence.bias", self.estimates),
+            (WHOLE, "selector.hidden.weight selector.before.weight selector.after.weight", self.selector_rank),
+            (WHOLE, " ".join(f"{conv}.base {conv}.projection.weight" for conv in convs), self.conv_kernel),
+        )
+        return {**super().parameters(target_vocab), **own}
 
 
 def _table(vocab_size: int) -> Division:

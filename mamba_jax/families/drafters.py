@@ -13,7 +13,7 @@ from typing import Any
 from mamba_jax.config import ACTIVATIONS, AttentionConfig, HybridConfig, ModelConfigError, QKNormConfig
 from mamba_jax.config.drafter import BlockConfig, DrafterConfig, EagleConfig
 from mamba_jax.families import weight_names
-from mamba_jax.families.base import HFSource, placed, tensor
+from mamba_jax.families.base import HFSource, tensor
 from mamba_jax.families.fields import Fields
 from mamba_jax.families.parts import mlp_config
 from mamba_jax.families.rope import rope_config
@@ -23,6 +23,24 @@ _IGNORED_OF_DSPARK = (r"confidence_head\..*", "mask_embedding")
 _CONFIDENCE = "confidence_head.proj"
 OFFSETS = "d2t"
 """The tensor with the difference between the target's token and the draft token, for each draft token."""
+_FIRST = "layers.0."
+_SPELLINGS = {
+    r"^final_norm\.": "norm.",
+    r"^embed\.": "embed_tokens.",
+    r"^tokens$": OFFSETS,
+    r"^markov_before\.": "markov_head.markov_w1.",
+    r"^markov_after\.": "markov_head.markov_w2.",
+    r"^confidence\.": f"{_CONFIDENCE}.",
+    r"^selector\.hidden\.": "candidate_selector.hidden_projection.",
+    r"^selector\.before\.": "candidate_selector.predecessor_codebook.",
+    r"^selector\.after\.": "candidate_selector.successor_codebook.",
+    r"\.attention_norm\.": ".input_layernorm.",
+    r"\.mlp_norm\.": ".post_attention_layernorm.",
+    r"\.attention\.": ".self_attn.",
+    r"_conv\.base$": "_conv.base_kernel",
+    r"_conv\.projection\.": "_conv.kernel_projection.",
+}
+"""A checkpoint's names of parts of paths, by regular expressions of ours."""
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _NESTED = "transformer_layer_config"
 _LAYER = re.compile(r"layers\.(\d+)\.")
@@ -39,29 +57,19 @@ def drafter_from_hf(raw: Mapping[str, Any], target: HybridConfig, available: Con
     Raises:
         ModelConfigError: it is no drafter, or one for another model; or fields are wrong or not supported.
     """
-    kind = drafter_kind(raw)
+    names = raw.get("architectures")
+    told = [raw.get("speculators_model_type"), *(names if isinstance(names, list) else [])]
+    kind = next((kind for kind in _KINDS if any(kind in str(name).lower() for name in told)), None)
+    if kind is None:
+        raise ModelConfigError(
+            f"architectures is {names!r}: no drafter that is supported; known are {', '.join(_KINDS)} (a whole "
+            "language model cannot draft)"
+        )
     nested = raw.get(_NESTED)
     both = {**nested, **raw} if isinstance(nested, Mapping) else raw
     # The defaults of a Llama and of a Qwen3.
     fields = Fields(both, positions=2048 if kind == "eagle3" else 32768)
     return _KINDS[kind](fields, target, available)
-
-
-def drafter_kind(raw: Mapping[str, Any]) -> str:
-    """Returns the method that a config.json is of.
-
-    Raises:
-        ModelConfigError: it is of none that is supported.
-    """
-    names = raw.get("architectures")
-    told = [raw.get("speculators_model_type"), *(names if isinstance(names, list) else [])]
-    for kind in _KINDS:
-        if any(kind in str(name).lower() for name in told):
-            return kind
-    raise ModelConfigError(
-        f"architectures is {names!r}: no drafter that is supported; known are {', '.join(_KINDS)} (a whole language "
-        "model cannot draft)"
-    )
 
 
 def layer_places(target: HybridConfig) -> tuple[int, ...]:
@@ -84,39 +92,16 @@ def ignored(config: DrafterConfig) -> tuple[str, ...]:
 
 def drafter_weight_names(config: DrafterConfig) -> dict[str, HFSource]:
     """Every parameter by its dotted path in the model, and where a checkpoint has it."""
-    sources = {"fc.weight": tensor("fc.weight"), "final_norm.weight": tensor("norm.weight")}
-    sources |= {"embed.weight": tensor(_EMBEDDING)} if config.own_embedding else {}
-    sources |= {"lm_head.weight": tensor(_HEAD)} if config.own_head else {}
-    sources |= {"tokens": tensor(OFFSETS)} if config.maps_vocabulary else {}
-    if isinstance(config, EagleConfig) and config.norms_states:
-        sources["states_norm.weight"] = tensor("input_norm.weight")
-    if isinstance(config, BlockConfig):
-        sources["states_norm.weight"] = tensor("hidden_norm.weight")
-        for path, number in (("markov_before", 1), ("markov_after", 2)) if config.markov_rank else ():
-            sources[f"{path}.weight"] = tensor(f"markov_head.markov_w{number}.weight")
-        for part in ("weight", "bias") if config.estimates else ():
-            sources[f"confidence.{part}"] = tensor(f"{_CONFIDENCE}.{part}")
-        names = {"hidden": "hidden_projection", "before": "predecessor_codebook", "after": "successor_codebook"}
-        for path, name in names.items() if config.selector_rank else ():
-            own = f"candidate_selector.{name}"
-            sources[f"selector.{path}.weight"] = tensor(f"{own}.weight", own)
-    for layer in range(config.num_layers):
-        names = {
-            "attention_norm.weight": "input_layernorm.weight",
-            "mlp_norm.weight": "post_attention_layernorm.weight",
-        }
-        names |= {f"attention.{path}": f"self_attn.{path}" for path in config.attention.parameters()}
-        names |= {f"mlp.{path}": f"mlp.{path}" for path in config.mlp.parameters()}
-        if isinstance(config, EagleConfig) and layer == 0:
-            names["hidden_norm.weight"] = "hidden_norm.weight"
-        for conv in ("attention_conv", "mlp_conv") if isinstance(config, BlockConfig) and config.conv_kernel else ():
-            names |= {
-                f"{conv}.base": f"{conv}.base_kernel",
-                f"{conv}.projection.weight": f"{conv}.kernel_projection.weight",
-            }
-        spellings = (f"layers.{layer}.", "midlayer.")[: 2 if layer == 0 else 1]
-        sources |= placed(f"layers.{layer}", {ours: tensor(theirs) for ours, theirs in names.items()}, *spellings)
-    return {f"drafter.{path}": source for path, source in sources.items()}
+    by_block, sources = isinstance(config, BlockConfig), {}
+    # The vocabulary's size does not matter to names.
+    for path in config.parameters(config.vocab_size):
+        name = path.replace("states_norm", "hidden_norm" if by_block else "input_norm")
+        for ours, theirs in _SPELLINGS.items():
+            name = re.sub(ours, theirs, name)
+        others = [f"midlayer.{name.removeprefix(_FIRST)}"] if name.startswith(_FIRST) else []
+        others += [name.removesuffix(".weight")] if path.startswith("selector.") else []
+        sources[f"drafter.{path}"] = tensor(name, *others)
+    return sources
 
 
 def _eagle(fields: Fields, target: HybridConfig, available: Container[str] | None) -> EagleConfig:

@@ -86,7 +86,7 @@ def _proportional(rope: Fields, plain: np.ndarray, theta: float, trained: float,
     """The first pairs of elements have the frequencies of the whole head, and the others are not rotated."""
     rotated = int(rope.number("partial_rotary_factor", 1.0) * 2 * len(plain) // 2)
     frequencies = np.where(np.arange(len(plain)) < rotated, plain, 0.0)
-    return frequencies / (1.0 if rope.given("factor") is None else _positive(rope, "factor")), 1.0, trained
+    return frequencies / _positive(rope, "factor", 1.0), 1.0, trained
 
 
 def _dynamic(rope: Fields, plain: np.ndarray, theta: float, trained: float, original: float) -> _Scaled:
@@ -113,7 +113,7 @@ def _llama3(rope: Fields, plain: np.ndarray, theta: float, trained: float, origi
 
 def _yarn(rope: Fields, plain: np.ndarray, theta: float, trained: float, original: float) -> _Scaled:
     """YaRN (Peng et al., 2023): frequencies of many turns stay, those of few are divided by the factor."""
-    factor = trained / original if rope.given("factor") is None else _positive(rope, "factor")
+    factor = _positive(rope, "factor", trained / original)
     size = 2 * len(plain)
 
     def dimension(turns: float) -> float:
@@ -125,15 +125,14 @@ def _yarn(rope: Fields, plain: np.ndarray, theta: float, trained: float, origina
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, size - 1)
     ramp = np.clip((np.arange(len(plain)) - low) / (high - low if high != low else 1e-3), 0, 1)
-    scale = rope.given("attention_factor")
-    if scale is None:
-        ours, all_dimensions = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
-        if ours and all_dimensions:
-            scale = _temperature(factor, ours) / _temperature(factor, all_dimensions)
-        else:
-            scale = _temperature(factor, 1.0)
-    else:
-        scale = _positive(rope, "attention_factor")
+    scale, ours, all_dimensions = (
+        _temperature(factor, 1.0),
+        rope.number("mscale", 0.0),
+        rope.number("mscale_all_dim", 0.0),
+    )
+    if ours and all_dimensions:
+        scale = _temperature(factor, ours) / _temperature(factor, all_dimensions)
+    scale = _positive(rope, "attention_factor", scale)
     return plain / factor * ramp + plain * (1 - ramp), scale, original * factor
 
 
@@ -144,11 +143,9 @@ def _longrope(rope: Fields, plain: np.ndarray, theta: float, trained: float, ori
     factors = rope.numbers(name, (1.0,) * len(plain))
     if rope.given(name) is None or min(factors) <= 0:
         raise ModelConfigError(f"config field {name} is {rope.given(name)!r}: {len(plain)} numbers over 0 are expected")
-    factor = trained / original if rope.given("factor") is None else _positive(rope, "factor")
+    factor = _positive(rope, "factor", trained / original)
     scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    if rope.given("attention_factor") is not None:
-        scale = _positive(rope, "attention_factor")
-    return plain / np.array(factors), scale, trained
+    return plain / np.array(factors), _positive(rope, "attention_factor", scale), trained
 
 
 _TURNS = (("beta_fast", 32.0), ("beta_slow", 1.0))
@@ -166,8 +163,8 @@ def _temperature(factor: float, multiplier: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1.0
 
 
-def _positive(fields: Fields, name: str) -> float:
-    value = fields.number(name, 0.0)
+def _positive(fields: Fields, name: str, default: float = 0.0) -> float:
+    value = fields.number(name, default)
     if not 0 < value < math.inf:
         raise ModelConfigError(f"config field {name} is {fields.given(name)!r}: a number over 0 is expected")
     return value
