@@ -103,10 +103,10 @@ class StoreShape:
             slots=tuple(arrays for kind in kinds if (arrays := config.state(kind, StateUnit.SLOT))),
             pages=(*(array for kind in kinds for array in config.state(kind, StateUnit.TOKEN)), *drafter),
             hidden=StateArray("hidden", (config.step_size,), Role.ACTIVATION, None),
-            tails=tuple(_tails(config, kind) for kind in kinds if config.state(kind, StateUnit.SLOT)),
+            tails=tuple(config.state(kind, StateUnit.TAIL) for kind in kinds if config.state(kind, StateUnit.SLOT)),
             experts=config.experts_per_token if routed_experts else 0,
         )
-        for array in (*(array for arrays in (*shape.slots, *shape.tails) for array in arrays), *shape.pages):
+        for array in (*shape._in_slots, *shape._in_tails, *shape.pages):
             if shape.arrays_and_tails[array.name] != array:
                 raise ModelConfigError(f"mixers of this model declare different states under the name {array.name!r}")
         if len({array.name for array in shape.pages[: len(shape.pages) - len(drafter)]}) > 1:
@@ -116,14 +116,20 @@ class StoreShape:
     @cached_property
     def arrays(self) -> Mapping[str, StateArray]:
         """The distinct arrays by name, in the order of sublayers; the hidden state is last."""
-        every = (*(array for arrays in self.slots for array in arrays), *self.pages, self.hidden)
-        return MappingProxyType({array.name: array for array in every})
+        return MappingProxyType({array.name: array for array in (*self._in_slots, *self.pages, self.hidden)})
 
     @cached_property
     def arrays_and_tails(self) -> Mapping[str, StateArray]:
         """The same, with the tails that replay keeps."""
-        tails = {array.name: array for arrays in self.tails for array in arrays}
-        return MappingProxyType({**self.arrays, **tails})
+        return MappingProxyType({**self.arrays, **{array.name: array for array in self._in_tails}})
+
+    @property
+    def _in_slots(self) -> tuple[StateArray, ...]:
+        return tuple(array for arrays in self.slots for array in arrays)
+
+    @property
+    def _in_tails(self) -> tuple[StateArray, ...]:
+        return tuple(array for arrays in self.tails for array in arrays)
 
     def map(self, change: Callable[[StateArray], StateArray]) -> StoreShape:
         """Returns the shape with every array changed."""
@@ -143,46 +149,40 @@ class StoreShape:
     @property
     def unreplayable_state(self) -> str | None:
         """The name of a state that cannot be computed again from inputs; None where all can."""
-        for arrays, tails in zip(self.slots, self.tails, strict=True):
-            for array in arrays:
-                if array.name not in {tail.of for tail in tails}:
-                    return array.name
-        return None
+        replayed = {tail.of for tail in self._in_tails}
+        return next((array.name for array in self._in_slots if array.name not in replayed), None)
 
     def has_replay_kernels(self, platform: str) -> bool:
         """Returns whether a platform has a kernel to replay every recurrent state; on CPU, whether it is built."""
         if platform == "cpu" and native.WHY_MISSING:
             return False
-        arrays = (array for arrays in self.slots for array in arrays)
-        return all(platform in array.replay_kernels for array in arrays if array.role is Role.ACCUMULATED)
+        return all(platform in self.arrays[name].replay_kernels for name in self.accumulated)
 
     def bytes_per_tail(self, dtype: Any, ssm_dtype: Any, replay: Replay, *, debug_state: bool = False) -> int:
         """Returns bytes of one row's tail over all layers."""
-        arrays = (*(array for tails in self.tails for array in tails), self.last_hidden)
+        arrays = (*self._in_tails, self.last_hidden)
         kept = sum(replay.entries(array) * self._bytes(array, dtype, ssm_dtype) for array in arrays)
         return kept + (4 * replay.longest if debug_state else 0)
 
     def bytes_per_slot(self, dtype: Any, ssm_dtype: Any = jnp.float32, *, debug_state: bool = False) -> int:
         """Returns bytes of one slot over all layers. `ssm_dtype` is for recurrent states, `dtype` for all else."""
-        arrays = (*(array for arrays in self.slots for array in arrays), self.hidden)
+        arrays = (*self._in_slots, self.hidden)
         return sum(self._bytes(array, dtype, ssm_dtype) for array in arrays) + (8 if debug_state else 0)
 
     @property
     def accumulated(self) -> tuple[str, ...]:
         """Names of the arrays in slots that accumulate."""
-        names = [array.name for arrays in self.slots for array in arrays if array.role is Role.ACCUMULATED]
-        return tuple(dict.fromkeys(names))
+        return tuple(dict.fromkeys(array.name for array in self._in_slots if array.role is Role.ACCUMULATED))
 
     def bytes_per_waiting_state(self, dtype: Any, ssm_dtype: Any, narrow: NarrowDtype | None) -> int:
         """Returns bytes of one state that is kept elsewhere than in a slot: without padding, and in the narrow form."""
-        arrays = (*(array for arrays in self.slots for array in arrays), self.hidden)
 
         def of(array: StateArray) -> int:
             if narrow is not None and array.role is Role.ACCUMULATED:
                 return narrow.bytes(array.shape)
             return math.prod(array.shape) * jnp.dtype(array.dtype(dtype, ssm_dtype)).itemsize
 
-        return sum(map(of, arrays))
+        return sum(map(of, (*self._in_slots, self.hidden)))
 
     def bytes_per_page(self, page_size: int, dtype: Any) -> int:
         """Returns bytes of one page over all attention layers; 0 for a model without attention."""
@@ -278,12 +278,6 @@ def declarations(shape: StoreShape, store: Store) -> Store:
     # Without drafts, a store has no keys and values of the draft layers, which are the last.
     kv: Any = shape.pages[: len(store.kv)]
     return replace(found, slots=layers(store.slots), kv=kv, tails=tails)
-
-
-def _tails(config: HybridConfig, kind: str) -> tuple[StateArray, ...]:
-    """What replay keeps of each token of such a sublayer: what its mixer declares, and its windows' inputs."""
-    windows = [array for array in config.state(kind, StateUnit.SLOT) if array.role is Role.WINDOW]
-    return (*config.state(kind, StateUnit.TAIL), *(window.inputs() for window in windows))
 
 
 def store_bytes(store: Store) -> int:

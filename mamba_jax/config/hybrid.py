@@ -10,6 +10,7 @@ from mamba_jax.config.declaration import (
     MixerConfig,
     ModelConfigError,
     RecurrenceConfig,
+    Role,
     StateArray,
     StateUnit,
     need,
@@ -156,8 +157,13 @@ class HybridConfig:
         return next((residual for residual in self.normed_residuals if residual.kind == kind), None)
 
     def state(self, kind: str, per: StateUnit) -> tuple[StateArray, ...]:
-        """Returns the state arrays of a sublayer of this kind, in slots or in pages."""
-        return tuple(array for array in self.mixer(kind).state() if array.per is per)
+        """Returns the state arrays of a sublayer of this kind: in slots, in pages, or in tails.
+
+        Tails hold what the mixer declares, and the inputs of its windows.
+        """
+        arrays = self.mixer(kind).state()
+        inputs = (array.inputs() for array in arrays if array.role is Role.WINDOW)
+        return tuple(array for array in (*arrays, *inputs) if array.per is per)
 
     @property
     def inner_size(self) -> int:

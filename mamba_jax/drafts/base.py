@@ -5,7 +5,7 @@ host has seen anything of this one. Whatever it proposes, no output depends on i
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import jax
 from jaxtyping import Array, Bool, Float, Int
@@ -43,47 +43,27 @@ class StepFacts:
     page_table: Int[Array, "rows pages"]
 
 
-class DraftSource(Protocol):
-    """Makes drafts. It has settings only and is hashable; its state of each seat is in `Rows.source`."""
+class DraftSource:
+    """Makes drafts. It has settings only and is hashable; its state of each seat is in `Rows.source`.
 
-    @property
-    def sees_tokens(self) -> bool:
-        """Whether a request that takes a seat must bring its tokens along."""
-        ...
+    By default it has no such state, as sources that draft by the model's draft layer or drafter.
+    """
 
-    @property
-    def stores_kv(self) -> bool:
-        """Whether it keeps keys and values of the model's draft layer, those of drafts included, in the row's pages."""
-        ...
+    sees_tokens: ClassVar[bool] = False
+    """Whether a request that takes a seat must bring its tokens along."""
+    stores_kv: ClassVar[bool] = True
+    """Whether it keeps keys and values of the model's draft layer, those of drafts included, in the row's pages."""
 
     def init(self, *, seats: int, max_len: int) -> Any:
-        """The source's state of each seat: a pytree of arrays [seats, ...], or None."""
-        ...
+        """Returns the source's state of each seat: a pytree of arrays [seats, ...], or None."""
+        return None
 
     def seat(self, state: Any, row_id: Int[Array, ""], tokens: Int[Array, " max_len"] | None) -> Any:
         """A request takes a seat. `tokens` is its sequence so far, followed by -1; None unless `sees_tokens`."""
-        ...
+        return None
 
     def propose(
         self, model: HybridModel, store: Store, state: Any, facts: StepFacts, count: int
     ) -> tuple[Int[Array, "rows count"], Store, Any]:
         """Returns `count` drafts after each row's newest token (-1 after the last draft), the store and the state."""
-        ...
-
-
-class LayerDrafts:
-    """What sources have in common that draft by the model's draft layer or drafter: no state of a seat."""
-
-    @property
-    def sees_tokens(self) -> bool:
-        return False
-
-    @property
-    def stores_kv(self) -> bool:
-        return True
-
-    def init(self, *, seats: int, max_len: int) -> None:
-        return None
-
-    def seat(self, state: None, row_id: Int[Array, ""], tokens: Int[Array, " max_len"] | None) -> None:
-        return None
+        raise NotImplementedError

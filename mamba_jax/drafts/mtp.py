@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mamba_jax.drafts.base import LayerDrafts, StepFacts
+from mamba_jax.drafts.base import DraftSource, StepFacts
 from mamba_jax.layout.decode import BlockLayout, DecodeLayout
 from mamba_jax.model import HybridModel
 from mamba_jax.sampling import largest
@@ -18,7 +18,7 @@ from mamba_jax.store import Store
 
 
 @dataclass(frozen=True)
-class MTPDrafts(LayerDrafts):
+class MTPDrafts(DraftSource):
     """Runs the layer over all tokens that a step has kept, then over its own drafts, one after the other.
 
     Drafts' keys and values are stored after the row's tokens. Later tokens overwrite them before they are read.
@@ -94,7 +94,7 @@ def _single(facts: StepFacts, position: Int[Array, " rows"]) -> DecodeLayout:
 
 
 @dataclass(frozen=True)
-class BlockDrafts(LayerDrafts):
+class BlockDrafts(DraftSource):
     """Makes keys and values of all tokens that a step has kept, then drafts the tokens after the newest one.
 
     The block's own keys and values are stored after the row's tokens. Later tokens overwrite them before they are read,

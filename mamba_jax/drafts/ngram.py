@@ -1,37 +1,32 @@
 """Prompt lookup (Saxena, 2023): drafts are the tokens that followed an earlier occurrence of the last tokens."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from mamba_jax.drafts.base import StepFacts
+from mamba_jax.drafts.base import DraftSource, StepFacts
 from mamba_jax.model import HybridModel
 from mamba_jax.store import Store
 
 
 @dataclass(frozen=True)
-class NGramDrafts:
+class NGramDrafts(DraftSource):
     """Looks the sequence's last `max_n` tokens up in the sequence itself, then fewer, but at least `min_n`.
 
     The device has a copy of each seat's tokens, so drafting does not wait for the host.
     """
 
+    sees_tokens: ClassVar[bool] = True
+    stores_kv: ClassVar[bool] = False
     min_n: int
     max_n: int
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_n <= self.max_n:
             raise ValueError(f"n-grams of {self.min_n} to {self.max_n} tokens: expected 1 <= min_n <= max_n")
-
-    @property
-    def sees_tokens(self) -> bool:
-        return True
-
-    @property
-    def stores_kv(self) -> bool:
-        return False
 
     def init(self, *, seats: int, max_len: int) -> Int[Array, "seats max_len"]:
         return jnp.full((seats, max_len), -1, jnp.int32)

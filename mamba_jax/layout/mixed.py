@@ -47,8 +47,10 @@ class MixedLayout:
         ours = [jnp.split(x, [len(self.decode.valid)]) for x in inputs]
         of_rows, state = self.decode.run(operation, tuple(x for x, _ in ours), parameters, state)
         # Prefill does not use tails; it reads and writes only slots.
-        of_tiles, slots = self.prefill.run(operation, tuple(x for _, x in ours), parameters, _without_tails(state))
-        return jnp.concatenate([of_rows, of_tiles.astype(of_rows.dtype)]), _with_slots(state, slots)
+        slots = jax.tree.map(lambda own: own[0] if _is_pair(own) else own, state, is_leaf=_is_pair)
+        of_tiles, slots = self.prefill.run(operation, tuple(x for _, x in ours), parameters, slots)
+        state = jax.tree.map(lambda own, new: (new, own[1]) if _is_pair(own) else new, state, slots, is_leaf=_is_pair)
+        return jnp.concatenate([of_rows, of_tiles.astype(of_rows.dtype)]), state
 
     def record(
         self, values: Shaped[Array, "T 1 choices"], pages: Shaped[Array, "pages page_size 1 choices"]
@@ -75,16 +77,3 @@ def has_tails(layout: Any) -> bool:
 def _is_pair(state: Any) -> bool:
     """Returns whether this is an array in slots with its tails, as a replay takes it."""
     return isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict)
-
-
-def _without_tails(state: Any) -> Any:
-    if _is_pair(state):
-        return state[0]
-    return tuple(map(_without_tails, state)) if isinstance(state, tuple) else state
-
-
-def _with_slots(state: Any, slots: Any) -> Any:
-    """Returns the state with other arrays in slots and the same tails."""
-    if _is_pair(state):
-        return slots, state[1]
-    return tuple(map(_with_slots, state, slots)) if isinstance(state, tuple) else slots

@@ -15,6 +15,9 @@ from mamba_jax.sharding.axis import as_first_member
 from mamba_jax.step.seats import newest
 from mamba_jax.store import Store
 
+Resumption = tuple[Int[Array, " rows"], Int[Array, " rows"] | None]
+"""The slot that each row reads next and, under replay, how many tokens the state in it has absorbed."""
+
 
 @dataclass(frozen=True)
 class StepHidden:
