@@ -32,7 +32,7 @@ from mamba_jax.families import TEXT_PREFIXES, as_stored, config_from_hf, other_t
 from mamba_jax.families.drafters import drafter_from_hf, drafter_weight_names, ignored
 from mamba_jax.families.mtp import LAYERS, PATTERN
 from mamba_jax.model import HybridModel, parameters
-from mamba_jax.modules.mtp import MTP
+from mamba_jax.modules.drafter import MTP
 
 DRAFT_FILE = "mtp.safetensors"
 _OTHER_SPELLINGS = ("mtp_layers_block_type", "mtp_layer_types")

@@ -18,9 +18,8 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from kernels_pallas.quantized import Quantized
 from mamba_jax.model import HybridModel
-from mamba_jax.modules.basic import Linear, OwnTables
+from mamba_jax.modules.basic import ExpertLoRA, Linear, LoRA, OwnTables
 from mamba_jax.modules.feed_forward import Experts
-from mamba_jax.modules.lora import ExpertLoRA, LoRA
 from mamba_jax.sharding import parameter_shardings
 from mamba_jax.sharding.axis import settled
 

@@ -38,15 +38,41 @@ class HeadPadding:
     cost: float = 0.0
     """Parameters that padding adds, as a share of the model's."""
 
-    @classmethod
-    def of(cls, config: HybridConfig, shards: int) -> HeadPadding:
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def of(config: HybridConfig, shards: int) -> HeadPadding:
         """Returns the padding that the model needs on this number of devices.
 
         Raises:
             ModelConfigError: the model does not divide over the devices, and padding cannot change that, or would add
                 more than `MAX_COST`.
         """
-        return _padding(config, shards)
+        attention = config.attention
+        if attention is None or attention.num_heads % shards == 0 or shards % attention.num_kv_heads:
+            return HeadPadding(config, config)
+        if attention.qk_norm is not None and attention.qk_norm.all_heads:
+            raise ModelConfigError(
+                f"tensor_parallel_size {shards} does not divide this model's {attention.num_heads} attention heads, "
+                "which cannot be padded: a norm takes the mean over all of them"
+            )
+        of_each = shards // attention.num_kv_heads  # devices that share a head of keys
+        queries = attention.num_heads // attention.num_kv_heads
+        num_heads = attention.num_kv_heads * math.ceil(queries / of_each) * of_each
+        windowed = config.windowed_attention
+        padded = replace(
+            config,
+            attention=replace(attention, num_heads=num_heads),
+            windowed_attention=None if windowed is None else replace(windowed, num_heads=num_heads),
+        )
+        Partition.of(padded, shards)
+        before, after = (num_parameters(parameters(HybridModel.abstract(each))) for each in (config, padded))
+        cost = after / before - 1
+        if cost > MAX_COST:
+            raise ModelConfigError(
+                f"tensor_parallel_size {shards} does not divide this model's {attention.num_heads} attention heads; "
+                f"padding them to {num_heads} would add {cost:.0%} to the weights (at most {MAX_COST:.0%} is allowed)"
+            )
+        return HeadPadding(config, padded, cost)
 
     def __bool__(self) -> bool:
         return self.cost > 0
@@ -106,36 +132,6 @@ class HeadPadding:
         whole = self.pads(path) or path.endswith((".k_scale", ".v_scale"))
         path = "embed.weight" if path in ("mtp.embed.weight", "mtp.lm_head.weight") else path
         return NamedSharding(mesh, P() if whole else partition.parameter(path))
-
-
-@lru_cache(maxsize=64)
-def _padding(config: HybridConfig, shards: int) -> HeadPadding:
-    attention = config.attention
-    if attention is None or attention.num_heads % shards == 0 or shards % attention.num_kv_heads:
-        return HeadPadding(config, config)
-    if attention.qk_norm is not None and attention.qk_norm.all_heads:
-        raise ModelConfigError(
-            f"tensor_parallel_size {shards} does not divide this model's {attention.num_heads} attention heads, which "
-            "cannot be padded: a norm takes the mean over all of them"
-        )
-    of_each = shards // attention.num_kv_heads  # devices that share a head of keys
-    queries = attention.num_heads // attention.num_kv_heads
-    num_heads = attention.num_kv_heads * math.ceil(queries / of_each) * of_each
-    windowed = config.windowed_attention
-    padded = replace(
-        config,
-        attention=replace(attention, num_heads=num_heads),
-        windowed_attention=None if windowed is None else replace(windowed, num_heads=num_heads),
-    )
-    Partition.of(padded, shards)
-    before, after = (num_parameters(parameters(HybridModel.abstract(each))) for each in (config, padded))
-    cost = after / before - 1
-    if cost > MAX_COST:
-        raise ModelConfigError(
-            f"tensor_parallel_size {shards} does not divide this model's {attention.num_heads} attention heads; "
-            f"padding them to {num_heads} would add {cost:.0%} to the weights (at most {MAX_COST:.0%} is allowed)"
-        )
-    return HeadPadding(config, padded, cost)
 
 
 def _with_zero_heads(value: Array, *, axis: int, groups: int, heads: int, padded: int) -> Array:

@@ -20,14 +20,13 @@ from mamba_jax.layout import BlockLayout, Hidden, Layout, SequenceLayout, has_ta
 from mamba_jax.layout.member import Member
 from mamba_jax.modules.basic import OwnTables, Table, normal, scaled, shapes_only
 from mamba_jax.modules.blocks import Block, model_norm
-from mamba_jax.modules.drafter import BlockDrafter, Eagle
-from mamba_jax.modules.mtp import MTP
+from mamba_jax.modules.drafter import MTP, BlockDrafter, Eagle
 from mamba_jax.modules.quantized import quantize_in_place, quantized_weights, weight_of
 from mamba_jax.modules.shared import SharedBlock, SharedUse
 from mamba_jax.sequences import check_packed, checked_sequences
 from mamba_jax.sharding.across import on_members
 from mamba_jax.sharding.axis import keep_whole, split_last
-from mamba_jax.store import EXPERT, EXPERTS, SlotArrays, Store, StoreShape, TailArrays
+from mamba_jax.store import EXPERT, EXPERTS, Store, StoreShape
 
 MaybeStore = TypeVar("MaybeStore", Store, None)
 DRAFTERS: Mapping[type[DrafterConfig], Callable[..., nnx.Module]] = {EagleConfig: Eagle, BlockConfig: BlockDrafter}
@@ -105,11 +104,8 @@ class HybridModel(nnx.Module):
 
     def draft_embedded(self, tokens: Int[Array, " T"]) -> Hidden:
         """Returns the embeddings of tokens, as the draft layer sees them."""
-        layer = self.draft_layer
-        own = None if layer is None else layer.embed
-        drafter = self.config.drafter
-        multiplier = self.config.embedding_multiplier if drafter is None else drafter.embedding_multiplier
-        return scaled(self._rows(self.embed if own is None else own, tokens), multiplier)
+        own, config = self.draft_layer.embed, self.config.drafter or self.config
+        return scaled(self._rows(self.embed if own is None else own, tokens), config.embedding_multiplier)
 
     def _rows(self, table: Table, tokens: Int[Array, " T"]) -> Hidden:
         return keep_whole(table.rows(tokens, self.dtype))
@@ -320,11 +316,20 @@ class _Pieces:
 
     def __init__(self, config: HybridConfig, store: Store | None, layout: Any) -> None:
         self._config, self._store, self._layout = config, store, layout
-        self._slots: list[SlotArrays] = []
+        self._given: tuple[Any, ...] = () if store is None else store.slots
+        self._slots: list[Any] = []
         self._kv: list[Array] = []
-        self._tails: list[TailArrays] = []
         self._chosen: list[Array] = []
-        self._tails_of = StoreShape.of(config).tails if has_tails(layout) else None
+        self._tails = None if store is None or not has_tails(layout) else store.tails
+        if self._tails is not None:
+            every = zip(self._given, self._tails.layers, StoreShape.of(config).tails, strict=True)
+            self._given = tuple(
+                {
+                    name: (array, {tail.name: rings[tail.name] for tail in declared if tail.of == name})
+                    for name, array in slots.items()
+                }
+                for slots, rings, declared in every
+            )
 
     def take(self, kind: str) -> Any:
         """Returns a sublayer's state: its part of the slots, its keys and values, the pair of them, or None.
@@ -335,9 +340,7 @@ class _Pieces:
             shape = (self._layout.valid.shape[0], need(self._config.moe).experts_per_token)
             return {EXPERTS: jnp.zeros(shape, EXPERT)}
         in_slots, in_pages = self._keeps(kind)
-        slots: Any = self._store.slots[len(self._slots)] if self._store and in_slots else None
-        if slots is not None and self._tails_of is not None:
-            slots = self._paired(slots)
+        slots = self._given[len(self._slots)] if self._store and in_slots else None
         kv = self._store.kv[len(self._kv)] if self._store and in_pages else None
         if in_slots and in_pages:
             return slots, kv
@@ -350,10 +353,7 @@ class _Pieces:
             return
         in_slots, in_pages = self._keeps(kind)
         slots, kv = state if in_slots and in_pages else (state, state)
-        if in_slots and self._tails_of is not None:
-            self._slots.append({name: array for name, (array, _) in slots.items()})
-            self._tails.append({name: ring for _, tails in slots.values() for name, ring in tails.items()})
-        elif in_slots:
+        if in_slots:
             self._slots.append(slots)
         if in_pages:
             self._kv.append(kv)
@@ -362,28 +362,17 @@ class _Pieces:
         """Returns the store with all updates; keys and values of the draft layers are unchanged."""
         if self._store is None:
             return None
-        rest = self._store.kv[len(self._kv) :]
-        tails = self._store.tails
-        if tails is not None and self._tails_of is not None:
-            tails = dataclasses.replace(tails, layers=tuple(self._tails))
-        experts = self._store.experts
+        slots, tails, experts = tuple(self._slots), self._store.tails, self._store.experts
+        if self._tails is not None:
+            pairs = [slots.values() for slots in self._slots]
+            rings = tuple({name: ring for _, own in each for name, ring in own.items()} for each in pairs)
+            tails = dataclasses.replace(self._tails, layers=rings)
+            slots = tuple({name: array for name, (array, _) in each.items()} for each in self._slots)
         if experts is not None:
             chosen = jnp.concatenate(self._chosen, axis=1)[:, None]
             (experts,) = on_members(_record, (experts,), self._layout, chosen)
-        return dataclasses.replace(
-            self._store, slots=tuple(self._slots), kv=(*self._kv, *rest), tails=tails, experts=experts
-        )
-
-    def _paired(self, slots: SlotArrays) -> dict[str, tuple[Array, TailArrays]]:
-        assert self._store is not None
-        assert self._store.tails is not None
-        assert self._tails_of is not None
-        index = len(self._slots)
-        rings, declared = self._store.tails.layers[index], self._tails_of[index]
-        return {
-            name: (array, {tail.name: rings[tail.name] for tail in declared if tail.of == name})
-            for name, array in slots.items()
-        }
+        kv = (*self._kv, *self._store.kv[len(self._kv) :])
+        return dataclasses.replace(self._store, slots=slots, kv=kv, tails=tails, experts=experts)
 
     def _keeps(self, kind: str) -> tuple[bool, bool]:
         """Returns whether such a sublayer keeps something in slots, and in pages."""

@@ -150,11 +150,8 @@ class StepPrograms:
         """
         place = self._place_of[path]
         held = self._weights[place]
-        for what, new, old in (
-            ("shape", value.shape, held.shape),
-            ("dtype", value.dtype, held.dtype),
-            ("sharding", value.sharding, held.sharding),
-        ):
+        for what in ("shape", "dtype", "sharding"):
+            new, old = getattr(value, what), getattr(held, what)
             if new != old:
                 raise ValueError(f"{path} has {what} {new}, expected {old}")
         self._weights = (*self._weights[:place], value, *self._weights[place + 1 :])
@@ -240,10 +237,9 @@ class StepPrograms:
         return self.cache.find(type(batch).__name__, arguments, lambda: self._make(store, rows, batch))
 
     def _check(self, batch: Batch) -> None:
-        prefill = batch.prefill if isinstance(batch, MixedBatch) else batch
-        if isinstance(prefill, PrefillBatch) and prefill.tile_size != self.tile_size:
-            raise ValueError(f"a batch with tiles of {prefill.tile_size}: the programs have {self.tile_size}")
         for part in (batch.decode, batch.prefill) if isinstance(batch, MixedBatch) else (batch,):
+            if isinstance(part, PrefillBatch) and part.tile_size != self.tile_size:
+                raise ValueError(f"a batch with tiles of {part.tile_size}: the programs have {self.tile_size}")
             if isinstance(part, DecodeBatch | PrefillBatch) and isinstance(part.tokens, np.ndarray):
                 given = part.tokens != -1 if isinstance(part, DecodeBatch) else True  # -1: it is on the device
                 check_ids(self.vocab_size, part.tokens, given)
@@ -272,25 +268,21 @@ class StepPrograms:
                 changing = jax.jit(self._change_rows[type(batch)], donate_argnums=(0,), out_shardings=seats)
                 return changing.lower(rows, jax.tree.map(everywhere, batch))
             assert store is not None
-            run, words = self._packed(batch)
+            packing = Packing.of(batch)
+
+            def run(weights: tuple[jax.Array, ...], store: Store, rows: Rows, words: jax.Array) -> Any:
+                return self._run(weights, store, rows, packing.unpack(words))
+
             divided = self.mesh is not None or is_pinned(self._shape, store)
             out: Any = (places(self._shape, store), seats, whole) if divided else None
             stepping = jax.jit(run, donate_argnums=(1, 2), out_shardings=out)
-            return stepping.lower(self._like_weights, store, rows, everywhere(words))
+            words = jax.ShapeDtypeStruct((packing.size,), np.int32, sharding=whole)
+            return stepping.lower(self._like_weights, store, rows, words)
 
     def trace(self, store: Store, rows: Rows, batch: StepBatch) -> None:
         """Traces a step, which chooses the implementations of its operations (`kernels`), and compiles no program."""
         with self.kernels.applied(), use_mesh(self.mesh):
             jax.eval_shape(self._run, self._like_weights, store, rows, batch)
-
-    def _packed(self, batch: StepBatch) -> tuple[Callable[..., Any], jax.ShapeDtypeStruct]:
-        """Returns the step as it is compiled, and the batch that it takes: one array."""
-        packing = Packing.of(batch)
-
-        def run(weights: tuple[jax.Array, ...], store: Store, rows: Rows, words: jax.Array) -> Any:
-            return self._run(weights, store, rows, packing.unpack(words))
-
-        return run, jax.ShapeDtypeStruct((packing.size,), np.int32)
 
 
 def samples(batch: RowsBatch) -> bool:

@@ -14,8 +14,7 @@ from kernels_pallas.fixed_order import is_fixed, rounded, router_product, row_su
 from kernels_pallas.quantized import Quantized
 from mamba_jax.config import MLPConfig, MoEConfig
 from mamba_jax.layout import Hidden, Layout
-from mamba_jax.modules.basic import Linear, activation, constant, normal, scaled
-from mamba_jax.modules.lora import ExpertLoRA
+from mamba_jax.modules.basic import ExpertLoRA, Linear, activation, constant, normal, scaled
 from mamba_jax.sharding.axis import axis_index
 from mamba_jax.store import EXPERT, EXPERTS, SlotArrays
 

@@ -13,8 +13,8 @@ from mamba_jax.modules.attention import Attention
 from mamba_jax.modules.basic import Linear, LowRank, RMSNorm
 from mamba_jax.modules.feed_forward import MLP
 from mamba_jax.modules.mamba import Mamba
-from mamba_jax.sharding.across import ShardedModule, across, own_columns, run_mixer
-from mamba_jax.sharding.parameters import adapter_placements, of_whole_input
+from mamba_jax.sharding.across import ShardedModule, across, project_whole, run_mixer
+from mamba_jax.sharding.parameters import adapter_placements
 from mamba_jax.store import SlotArrays
 
 
@@ -76,11 +76,6 @@ def _feed(modules: Any, layout: Layout, state: None, y: Array) -> tuple[Array, N
     return modules["mlp"](y, layout, None, added=modules["adapters"].gate_up(y, layout.adapter))
 
 
-def _project(modules: Any, layout: Layout, state: None, x: Array) -> tuple[Array, None]:
-    linear = modules["linear"]
-    return linear(own_columns(x, linear.weight.shape[1]), layout.adapter), None
-
-
 class SharedUse(nnx.Module):
     """A Mamba sublayer whose input includes the output of a shared block: x + mamba(norm(x + linear(block(x))))."""
 
@@ -102,8 +97,7 @@ class SharedUse(nnx.Module):
     ) -> tuple[Hidden, tuple[SlotArrays | None, Array | None]]:
         slots, kv = state
         added, kv = block(x, embedded, layout, kv, self.adapters)
-        linear = ShardedModule(self.linear, of_whole_input(self.config))
-        added, _ = across(self.config, {"linear": linear}, _project, layout, None, added)
+        added = project_whole(self.config, self.linear, layout, added)
         read = self.norm(x + added.astype(x.dtype))
         y, slots = run_mixer(self.config, self.mixer, need(self.config.mamba).parameters(), layout, slots, read)
         return x + y.astype(x.dtype), (slots, kv)

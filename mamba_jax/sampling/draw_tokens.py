@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt, UInt8
 
 from kernels_pallas.fixed_order import cumulative_sum, exp, is_fixed, quotient, row_sum
 from mamba_jax.sampling.inputs import SamplingInputs
-from mamba_jax.sampling.largest import most_likely
+from mamba_jax.sampling.largest import in_blocks, most_likely
 from mamba_jax.sampling.logits import limits_of, truncate, weights_of
 from mamba_jax.sampling.masks import pack_bits
 
@@ -127,7 +127,7 @@ def _by_cut(
     decided = (top_k <= few.shape[-1]) & ((by_min_p_or_k == 0) | (weight[:, -1:] < by_min_p_or_k))
     limit = jnp.where(by_min_p_or_k > 0, least(weight >= by_min_p_or_k), -jnp.inf)
 
-    total = _total(in_blocks(weights_from(limit, logits, few[:, :1])))
+    total = _total(in_blocks(weights_from(limit, logits, few[:, :1]), BLOCK))
     # At least the most likely token stays, however small top_p is.
     wanted = jnp.maximum(top_p * total, jnp.finfo(logits.dtype).tiny)
     reached = cumulative_sum(jnp.where(few < limit, 0.0, weight)) >= wanted
@@ -136,7 +136,7 @@ def _by_cut(
     limit, above = jnp.where(by_p, least(weight >= pth), limit), least(weight > pth)
     # The same value, made to depend on the previous pass. Otherwise XLA stores that pass's weights for this one.
     highest = jnp.where(total >= 0, few[:, :1], jnp.nan)
-    sums, sums_above = _sums(*(in_blocks(weights_from(each, logits, highest)) for each in (limit, above)))
+    sums, sums_above = _sums(*(in_blocks(weights_from(each, logits, highest), BLOCK) for each in (limit, above)))
     proved = (weight[:, -1:] < pth) & (row_sum(sums) >= wanted) & (row_sum(sums_above) < wanted)
 
     def within(block: Int[Array, "n 1"]) -> Float[Array, "n 1 width"]:
@@ -187,7 +187,7 @@ def categorical(
         position: index of the token in the output.
         weights: not negative.
     """
-    blocks = in_blocks(weights)
+    blocks = in_blocks(weights, BLOCK)
 
     def within(block: Int[Array, "rows H"]) -> Float[Array, "rows H width"]:
         return jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
@@ -206,12 +206,6 @@ def draw_by_blocks(
     numbers = jax.vmap(jax.vmap(lambda key: jax.random.uniform(key, (2,))))(keys)
     block = _invert(sums, numbers[..., 0])
     return block * BLOCK + _invert(within(block), numbers[..., 1])
-
-
-def in_blocks(weights: Float[Array, "*rows vocab"]) -> Float[Array, "*rows blocks width"]:
-    """Divides the vocabulary into blocks. The last block is padded with zeros."""
-    padding = [(0, 0)] * (weights.ndim - 1) + [(0, -weights.shape[-1] % BLOCK)]
-    return jnp.pad(weights, padding).reshape(*weights.shape[:-1], -1, BLOCK)
 
 
 def _invert(weights: Float[Array, "rows H n"], number: Float[Array, "rows H"]) -> Int[Array, "rows H"]:

@@ -47,7 +47,7 @@ def argmax(logits: Float[Array, "*rows vocab"]) -> Int[Array, "*rows"]:
     """
 
     def by_blocks(logits: Array) -> Array:
-        blocks = _in_blocks(logits)
+        blocks = in_blocks(logits, WIDTH, -jnp.inf)
         block = jnp.argmax(blocks.max(axis=-1), axis=-1)
         within = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
         return (block * WIDTH + jnp.argmax(within, axis=-1)).astype(jnp.int32)
@@ -69,7 +69,7 @@ def most_likely(
     for width in (WIDTH, _NARROW):
         if logits.shape[-1] <= count * width:
             continue  # all blocks would be chosen
-        blocks = _in_blocks(logits, width)
+        blocks = in_blocks(logits, width, -jnp.inf)
         _, chosen = lax.top_k(blocks.max(axis=-1), count)
         chosen = jnp.sort(chosen, axis=-1)
         logits = jnp.take_along_axis(blocks, chosen[..., None], axis=-2).reshape(*logits.shape[:-1], -1)
@@ -79,8 +79,7 @@ def most_likely(
     return best, place if ids is None else jnp.take_along_axis(ids, place, axis=-1)
 
 
-def _in_blocks(logits: Float[Array, "*rows vocab"], width: int = WIDTH) -> Float[Array, "*rows blocks width"]:
-    """Cut along the vocabulary, with -inf after its end."""
-    padding = [(0, 0)] * (logits.ndim - 1) + [(0, -logits.shape[-1] % width)]
-    padded = jnp.pad(logits, padding, constant_values=-jnp.inf)
-    return padded.reshape(*logits.shape[:-1], -1, width)
+def in_blocks(x: Float[Array, "*rows vocab"], width: int, fill: float = 0.0) -> Float[Array, "*rows blocks width"]:
+    """Divides the vocabulary into blocks. The last block is padded."""
+    padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % width)]
+    return jnp.pad(x, padding, constant_values=fill).reshape(*x.shape[:-1], -1, width)

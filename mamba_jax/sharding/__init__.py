@@ -6,8 +6,8 @@ communication of a sublayer (`across`). What lies between mixers is the same on 
 """
 
 from mamba_jax.sharding.axis import CONTEXT, TENSOR, make_mesh, members_of, replica_meshes, replicated, use_mesh
-from mamba_jax.sharding.partition import Partition
-from mamba_jax.sharding.place import (
+from mamba_jax.sharding.partition import (
+    Partition,
     parameter_shardings,
     rows_shardings,
     shard_parameters,

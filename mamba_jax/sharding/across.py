@@ -25,7 +25,7 @@ from mamba_jax.sharding.axis import (
     shares_of,
     sum_over_devices,
 )
-from mamba_jax.sharding.parameters import placement
+from mamba_jax.sharding.parameters import of_whole_input, placement
 from mamba_jax.sharding.partition import Partition
 from mamba_jax.store import EXPERTS
 
@@ -153,8 +153,13 @@ def run_mixer(
     return across(config, {"mixer": ShardedModule(mixer, parameters)}, run, layout, state, x)
 
 
-def own_columns(x: Float[Array, "T inputs"], width: int) -> Float[Array, "T width"]:
-    """This device's piece of a whole input, for a weight that is divided by its inputs."""
-    if x.shape[1] == width:
-        return x
-    return lax.dynamic_slice_in_dim(x, axis_index() * width, width, axis=1)
+def project_whole(config: HybridConfig, linear: nnx.Module, layout: Any, x: Float[Array, "T inputs"]) -> Array:
+    """Calls a dense layer on an input that is whole; each device takes its piece of it."""
+
+    def run(modules: Any, layout: Any, state: None, x: Array) -> tuple[Array, None]:
+        own = modules["linear"]
+        width = own.weight.shape[1]
+        here = x if x.shape[1] == width else lax.dynamic_slice_in_dim(x, axis_index() * width, width, axis=1)
+        return own(here, layout.adapter), None
+
+    return across(config, {"linear": ShardedModule(linear, of_whole_input(config))}, run, layout, None, x)[0]

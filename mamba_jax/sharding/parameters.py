@@ -18,42 +18,47 @@ from mamba_jax.config import (
     UnevenDivision,
     need,
 )
+from mamba_jax.config.declaration import declared
 
 
 @lru_cache(maxsize=64)
 def placements(config: HybridConfig) -> Mapping[str, Placement]:
     """Returns every parameter of a model (see `mamba_jax.model.parameters`), by its dotted path."""
     table = Division(0, config.vocab_size, "words", otherwise=UnevenDivision.KEEP_WHOLE)
-    found: dict[str, Placement] = {"embed.weight": table, "final_norm.weight": WHOLE}
-    if not config.tie_word_embeddings:
-        found["lm_head.weight"] = table
+    tied = config.tie_word_embeddings
+    found = declared((table, "embed.weight"), (WHOLE, "final_norm.weight"), (table, "lm_head.weight", not tied))
     found |= _sublayers("blocks", config, config.pattern, before="")
     if config.shared is not None:
+        parts = (need(config.attention), "attention"), (need(config.mlp), "mlp")
+        block = declared(*((WHOLE, f"{name}_norm.weight") for _, name in parts))
+        for mixer, name in parts:
+            block |= _under(name, mixer.parameters())
         for index in range(config.shared.num_blocks):
-            found |= _under(f"shared.{index}", _shared_block(config))
+            found |= _under(f"shared.{index}", block)
     if config.mtp_pattern:
-        frame: dict[str, Placement] = dict.fromkeys(["enorm.weight", "hnorm.weight", "final_norm.weight"], WHOLE)
-        frame |= _under("eh_proj", of_whole_input(config))
-        frame |= {"embed.weight": table} if config.own_mtp_embedding else {}
-        frame |= {"lm_head.weight": table} if config.own_mtp_head else {}
-        found |= _under("mtp", frame)
+        frame = declared(
+            (WHOLE, "enorm.weight hnorm.weight final_norm.weight"),
+            (table, "embed.weight", config.own_mtp_embedding),
+            (table, "lm_head.weight", config.own_mtp_head),
+        )
+        found |= _under("mtp", frame | _under("eh_proj", of_whole_input(config)))
         found |= _sublayers("mtp.blocks", config, config.mtp_pattern, before=config.pattern)
     if config.drafter is not None:
         found |= _under("drafter", config.drafter.parameters(config.vocab_size))
     return MappingProxyType(found)
 
 
-def placement(declared: Mapping[str, Placement], path: str) -> Placement | None:
+def placement(found: Mapping[str, Placement], path: str) -> Placement | None:
     """That of a parameter, of a part of a quantized weight or of a layer's adapters; None if nothing declares it."""
-    if path in declared:
-        return declared[path]
+    if path in found:
+        return found[path]
     owner, _, part = path.rpartition(".")
-    if part in PARTS and owner in declared:
-        return _of_part(declared[owner], part)
+    if part in PARTS and owner in found:
+        return _of_part(found[owner], part)
     layer, _, lora = owner.rpartition(".")
-    weight = declared.get(f"{layer}.weight" if layer else "weight")
-    if lora.startswith("lora_") and (of_experts := f"{layer}.{lora.removeprefix('lora_')}") in declared:
-        return _of_expert_lora(declared[of_experts], part)
+    weight = found.get(f"{layer}.weight" if layer else "weight")
+    if lora.startswith("lora_") and (of_experts := f"{layer}.{lora.removeprefix('lora_')}") in found:
+        return _of_expert_lora(found[of_experts], part)
     return None if lora != "lora" or weight is None else _of_lora(weight, part)
 
 
@@ -110,23 +115,21 @@ def of_whole_input(config: HybridConfig) -> dict[str, Placement]:
 
 def adapter_placements(shared: SharedConfig, attention: AttentionConfig, mlp: MLPConfig) -> dict[str, Placement]:
     """What one use of a shared block adds to the block's projections."""
-    found: dict[str, Placement] = {
-        "gate_up.down.weight": WHOLE,
-        "gate_up.up.weight": Division(1, mlp.size(0), "MLP channels", rank=3),
-    }
-    if shared.attention_adapters:
-        kv_heads = attention.kv_heads(0, UnevenDivision.SHARE)
-        for name, division in (("q", attention.heads(0)), ("k", kv_heads), ("v", kv_heads)):
-            found |= {f"{name}.down.weight": WHOLE, f"{name}.up.weight": division}
-    return found
+    attends, kv_heads = shared.attention_adapters, attention.kv_heads(0, UnevenDivision.SHARE)
+    return declared(
+        (WHOLE, "gate_up.down.weight"),
+        (Division(1, mlp.size(0), "MLP channels", rank=3), "gate_up.up.weight"),
+        (WHOLE, "q.down.weight k.down.weight v.down.weight", attends),
+        (attention.heads(0), "q.up.weight", attends),
+        (kv_heads, "k.up.weight v.up.weight", attends),
+    )
 
 
 def _sublayers(path: str, config: HybridConfig, pattern: str, *, before: str) -> dict[str, Placement]:
     found: dict[str, Placement] = {}
     for i, kind in enumerate(pattern):
-        found[f"{path}.{i}.norm.weight"] = WHOLE
-        if config.norm_both:
-            found[f"{path}.{i}.output_norm.weight"] = WHOLE
+        norms = declared((WHOLE, "norm.weight"), (WHOLE, "output_norm.weight", config.norm_both))
+        found |= _under(f"{path}.{i}", norms)
         index = (before + pattern[:i]).count(kind)
         found |= _under(f"{path}.{i}.mixer", mixer_placements(config, kind, index))
         if kind == SHARED:
@@ -134,12 +137,6 @@ def _sublayers(path: str, config: HybridConfig, pattern: str, *, before: str) ->
             found |= _under(f"{path}.{i}.linear", of_whole_input(config))
             found |= _under(f"{path}.{i}.adapters", adapters)
     return found
-
-
-def _shared_block(config: HybridConfig) -> dict[str, Placement]:
-    found: dict[str, Placement] = {"attention_norm.weight": WHOLE, "mlp_norm.weight": WHOLE}
-    found |= _under("attention", need(config.attention).parameters())
-    return found | _under("mlp", need(config.mlp).parameters())
 
 
 def _under(path: str, found: Mapping[str, Placement]) -> dict[str, Placement]:

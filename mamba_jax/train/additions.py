@@ -18,7 +18,7 @@ from mamba_jax.adapters import adaptable_layers
 from mamba_jax.config import HybridConfig, ModelConfigError, Role, StateUnit
 from mamba_jax.layout import SequenceLayout
 from mamba_jax.model import HybridModel
-from mamba_jax.modules.lora import LoRA
+from mamba_jax.modules.basic import LoRA
 
 LORA, LORA_SCALE, INITIAL_STATE = "lora.", "lora_scale", "initial_state."
 _PART = ".b:"
