@@ -18,10 +18,9 @@ from kernels_pallas.fixed_order import NAME as INVARIANT
 from kernels_pallas.native import WHY_MISSING as WHY_NOT_INVARIANT  # noqa: F401 - why they cannot run
 from kernels_pallas.native import instructions as instructions  # of native operations
 from mamba_jax.adapters import AdapterEntry, Adapters, LayerMatrices
-from mamba_jax.batch import DecodeBatch, MixedBatch, PageTableBatch, PrefillBatch, SeatBatch
+from mamba_jax.batch import DecodeBatch, MixedBatch, Packing, PageTableBatch, PrefillBatch, SeatBatch, pack
 from mamba_jax.drafts import DraftSource
 from mamba_jax.model import HybridModel
-from mamba_jax.packing import Packing, pack
 from mamba_jax.program_cache import ProgramCache
 from mamba_jax.rows import Rows
 from mamba_jax.sampling.masks import MaskBatch

@@ -190,8 +190,8 @@ def ling3_names(config: HybridConfig) -> dict[str, HFSource]:
 
 
 def _ling_delta(config: DeltaConfig, hidden: int) -> dict[str, HFSource]:
-    spelt = {"z_proj": "g_proj", "a_proj": "f_proj", "norm": "o_norm", "out_proj": ("dense", "o_proj")}
-    return parts.named(config.parameters(), spelt) | _convolutions(config)
+    spelt: dict[str, parts.Spelling] = {"z_proj": "g_proj", "a_proj": "f_proj", "norm": "o_norm"}
+    return parts.named(config.parameters(), spelt | {"out_proj": ("dense", "o_proj")}) | _convolutions(config)
 
 
 def _ignored(config: HybridConfig) -> tuple[str, ...]:

@@ -82,10 +82,9 @@ class LoRA(nnx.Module):
         inner = jnp.where(own, inner, 0).astype(x.dtype)
         return linear(inner, b.reshape(-1, entries * rank), out_dtype=jnp.float32)
 
-    def factors(self, index: Int[Array, " T"]) -> Float[Array, "T outputs"] | float:
-        """Returns each token's factors of the result; 1 without DoRA."""
-        if self.factor is None:
-            return 1.0
+    def factors(self, index: Int[Array, " T"]) -> Float[Array, "T outputs"]:
+        """Returns each token's factors of the result, with DoRA."""
+        assert self.factor is not None
         factor = self.factor[...]
         return factor.reshape(-1, factor.shape[-1])[:, index].T
 

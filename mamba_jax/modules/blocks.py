@@ -24,10 +24,8 @@ from mamba_jax.layout import Hidden, Layout
 from mamba_jax.modules.attention import Attention, LatentAttention
 from mamba_jax.modules.basic import RMSNorm, scaled
 from mamba_jax.modules.conv import ShortConv
-from mamba_jax.modules.delta import Delta
 from mamba_jax.modules.feed_forward import MLP, MoE
-from mamba_jax.modules.mamba import Mamba
-from mamba_jax.modules.recurrence import Lightning
+from mamba_jax.modules.linear_recurrence import Delta, Lightning, Mamba
 from mamba_jax.modules.selective import RGLRU, Mamba1
 from mamba_jax.sharding.across import run_mixer
 from mamba_jax.sharding.parameters import mixer_placements

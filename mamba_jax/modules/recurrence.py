@@ -1,6 +1,4 @@
-"""What mixers with a linear recurrence share: its forms, and the operations between their projections; and the mixer
-that has none of these, lightning attention, as MiniMax-01 (MiniMax, 2025) has it.
-"""
+"""What mixers with a linear recurrence share: its forms, and the operations between their projections."""
 
 import math
 from collections.abc import Callable
@@ -10,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.gated_recurrence import Gates, Projections, Weights, Windows, gated_replay, gated_update
@@ -23,13 +20,12 @@ from kernels_pallas.recurrence import (
     recurrence_sequence,
     recurrence_update,
 )
-from mamba_jax.config.linear_recurrence import GroupedRecurrence, LightningConfig
+from mamba_jax.config.linear_recurrence import GroupedRecurrence
 from mamba_jax.layout import (
     Along,
     Anchors,
     DecodeLayout,
     Divisible,
-    Hidden,
     Inputs,
     Layout,
     Operation,
@@ -40,7 +36,7 @@ from mamba_jax.layout import (
     ShareLayout,
     Transition,
 )
-from mamba_jax.modules.basic import Linear, RMSNorm, Weight, initial
+from mamba_jax.modules.basic import Weight, initial
 from mamba_jax.modules.conv import Conv, convolution
 from mamba_jax.sharding.axis import axis_index
 from mamba_jax.store import SlotArrays
@@ -311,10 +307,8 @@ class RecurrentMixer(nnx.Module):
         self, v: Float[Array, "T channels"], heads: int, first: Int[Array, ""] | None
     ) -> Float[Array, "T groups state"]:
         """Returns queries or keys by groups: those of this number of heads, from the first on."""
-        groups, of_group = (
-            v.reshape(len(v), -1, self.config.state_size),
-            self.config.num_heads // self.config.num_groups,
-        )
+        groups = v.reshape(len(v), -1, self.config.state_size)
+        of_group = self.config.num_heads // self.config.num_groups
         own = max(1, heads // of_group)
         if groups.shape[1] == own:
             return groups
@@ -331,39 +325,3 @@ def initial_dt_bias(rngs: nnx.Rngs, heads: int) -> Float[Array, " heads"]:
         return dt + jnp.log(-jnp.expm1(-dt))
 
     return initial((heads,), jnp.float32, values)
-
-
-class Lightning(nnx.Module):
-    """Projection, SiLU, recurrence, a norm over all heads, gate, projection.
-
-    With the weights divided over devices, each has some of the heads; the norm adds up their squares.
-    """
-
-    def __init__(self, config: LightningConfig, hidden_size: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
-        self.config = config
-        inner = config.inner_size
-        self.qkv_proj = Linear(hidden_size, 3 * inner, rngs=rngs, dtype=dtype)
-        self.gate_proj = Linear(hidden_size, inner, rngs=rngs, dtype=dtype)
-        self.norm = RMSNorm(inner, config.norm_eps, dtype=dtype)
-        self.out_proj = Linear(inner, hidden_size, rngs=rngs, dtype=dtype)
-
-    def __call__(self, x: Hidden, layout: Layout, state: SlotArrays | None) -> tuple[Hidden, SlotArrays | None]:
-        tokens = x.shape[0]
-        # Each head has its query, then its key, then its value.
-        qkv = jax.nn.silu(self.qkv_proj(x, layout.adapter)).reshape(tokens, -1, 3 * self.config.head_dim)
-        q, k, v = jnp.split(qkv, 3, axis=2)
-        rates = self._own_rates(v.shape[1])
-        strength = jnp.ones(v.shape[:2], jnp.float32)  # the layout makes it 0 where a token is padding
-        old = None if state is None else state["ssm"]
-        inputs = q, k, v, jnp.broadcast_to(-rates, strength.shape), strength
-        y, ssm = layout.run(recurrence("ssm", LINEAR[False]), inputs, {}, old)
-        y = self.norm.of_part(y.reshape(tokens, -1), self.config.inner_size)
-        gate = jax.nn.sigmoid(self.gate_proj(x, layout.adapter, out_dtype=jnp.float32))
-        return self.out_proj((y * gate).astype(x.dtype), layout.adapter), None if state is None else {"ssm": ssm}
-
-    def _own_rates(self, heads: int) -> Float[Array, " heads"]:
-        """Returns the decay rates of the heads that this device has."""
-        rates = jnp.asarray(self.config.decay_rates(0), jnp.float32)
-        if heads == self.config.num_heads:
-            return rates
-        return jax.lax.dynamic_slice_in_dim(rates, axis_index() * heads, heads)

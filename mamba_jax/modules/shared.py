@@ -12,7 +12,7 @@ from mamba_jax.layout import Hidden, Layout
 from mamba_jax.modules.attention import Attention
 from mamba_jax.modules.basic import Linear, LowRank, RMSNorm
 from mamba_jax.modules.feed_forward import MLP
-from mamba_jax.modules.mamba import Mamba
+from mamba_jax.modules.linear_recurrence import Mamba
 from mamba_jax.sharding.across import ShardedModule, across, project_whole, run_mixer
 from mamba_jax.sharding.parameters import adapter_placements
 from mamba_jax.store import SlotArrays

@@ -70,7 +70,13 @@ class DecodeRows:
         )
         read_slot = jnp.where(batch.continues, rows.slot[row_id], batch.read_slot)
         places: dict[str, Any] = {"length": length, "num_tokens": num_tokens, "read_slot": read_slot}
-        given = {"row_id": row_id, "by_row": tokens, "certain": certain, "sampled": sampled, "page_table": page_table}
+        given: dict[str, Any] = {
+            "row_id": row_id,
+            "by_row": tokens,
+            "certain": certain,
+            "sampled": sampled,
+            "page_table": page_table,
+        }
         in_store = places | {"write_slot": batch.write_slot, "page_table": page_table}
         if store.tails is None:
             return DecodeRows(DecodeLayout.of(**in_store), **places, **given)

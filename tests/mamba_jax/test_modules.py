@@ -12,7 +12,7 @@ from mamba_jax.model import parameters
 from mamba_jax.modules.attention import Attention, LatentAttention
 from mamba_jax.modules.basic import Linear, RMSNorm, activation
 from mamba_jax.modules.feed_forward import MoE
-from mamba_jax.modules.mamba import Mamba
+from mamba_jax.modules.linear_recurrence import Mamba
 from tests.support.models.random_models import random_module
 from tests.support.models.tiny_configs import HIDDEN, MOE
 

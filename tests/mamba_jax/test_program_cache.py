@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from mamba_jax import program_cache
-from mamba_jax.batch import DecodeBatch, PrefillBatch
-from mamba_jax.packing import Packing, pack
+from mamba_jax.batch import DecodeBatch, Packing, PrefillBatch, pack
 from mamba_jax.program_cache import ProgramCache, look_of
 from tests.support.fleets.step_host import Host
 

@@ -19,7 +19,7 @@ from mamba_jax.layout.base import Span
 from mamba_jax.layout.member import Member
 from mamba_jax.layout.pairs import exchanges_less, is_less_work
 from mamba_jax.modules.conv import convolution
-from mamba_jax.modules.mamba import Mamba
+from mamba_jax.modules.linear_recurrence import Mamba
 from mamba_jax.modules.recurrence import LINEAR, RecurrentMixer, recurrence
 from mamba_jax.modules.selective import RGLRU, SELECTIVE
 from mamba_jax.sharding import CONTEXT, make_mesh
