@@ -39,10 +39,12 @@ class NarrowDtype:
         return state if self.dtype in _FLOATS else state * parts[name + _SCALE].astype(jnp.float32)[..., None]
 
     def rounded(self, state: Float[Array, "*lead n"]) -> Float[Array, "*lead n"]:
-        """What comes back of a state that has waited, in its own dtype."""
+        """What comes back of a state that has waited, in its own dtype. Finite numbers stay finite."""
         if self.dtype in _FLOATS:
+            most = float(jnp.finfo(self.dtype).max)
+            in_range = jnp.where(jnp.isfinite(state), jnp.clip(state, -most, most), state)
             # Not by two conversions, which the compiler may remove. Subnormal numbers become 0.
-            return lax.reduce_precision(_in_range(state, self.dtype), *_FLOATS[self.dtype])
+            return lax.reduce_precision(in_range, *_FLOATS[self.dtype])
         values, scale = _scaled(state)
         return (values * scale[..., None]).astype(state.dtype)
 
@@ -64,12 +66,6 @@ class RoundedRows:
     every: int
     names: tuple[str, ...]
     """The arrays of a slot that are rounded."""
-
-
-def _in_range(state: Float[Array, "*lead n"], dtype: str) -> Float[Array, "*lead n"]:
-    """Finite numbers stay finite."""
-    most = float(jnp.finfo(dtype).max)
-    return jnp.where(jnp.isfinite(state), jnp.clip(state, -most, most), state)
 
 
 def _scaled(state: Float[Array, "*lead n"]) -> tuple[Num[Array, "*lead n"], Float[Array, "*lead"]]:

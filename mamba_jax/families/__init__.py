@@ -158,8 +158,6 @@ def as_stored(config: HybridConfig, available: Container[str]) -> HybridConfig:
 
 
 def _with_kv_scales(config: HybridConfig, available: Container[str]) -> HybridConfig:
-    if config.attention is None:
-        return config
     kinds = {name: one for name in ("attention", "windowed_attention") if (one := getattr(config, name)) is not None}
     scaled = {name: dataclasses.replace(one, kv_scales=True) for name, one in kinds.items()}
     full = dataclasses.replace(config, **scaled)

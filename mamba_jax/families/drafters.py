@@ -10,13 +10,12 @@ import re
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
-from mamba_jax.config import ACTIVATIONS, AttentionConfig, HybridConfig, ModelConfigError, QKNormConfig
+from mamba_jax.config import ACTIVATIONS, HybridConfig, ModelConfigError, QKNormConfig
 from mamba_jax.config.drafter import BlockConfig, DrafterConfig, EagleConfig
 from mamba_jax.families import weight_names
 from mamba_jax.families.base import HFSource, tensor
 from mamba_jax.families.fields import Fields
-from mamba_jax.families.parts import mlp_config
-from mamba_jax.families.rope import rope_config
+from mamba_jax.families.parts import attention_config, mlp_config
 
 _IGNORED = ("t2d", r"(?:.*\.)?rotary_emb\.inv_freq")
 _IGNORED_OF_DSPARK = (r"confidence_head\..*", "mask_embedding")
@@ -204,22 +203,12 @@ def _transformer(fields: Fields, target: HybridConfig, available: Container[str]
     for table, own in ((_EMBEDDING, own_embedding), (_HEAD, own_head)):
         if not own and (size != target.hidden_size or (table == _HEAD and own_vocab != vocab)):
             raise ModelConfigError(f"the drafter has no {table}, and the model's has another shape")
-    heads = fields.integer("num_attention_heads", 0)
-    head_dim = fields.integer("head_dim", size // max(heads, 1))
     if (activation := fields.text("hidden_act", "silu")) not in ACTIVATIONS:
         raise ModelConfigError(f"config field hidden_act is {activation!r}: known are {', '.join(ACTIVATIONS)}")
     return {
         "hidden_size": size,
         "vocab_size": own_vocab,
-        "attention": AttentionConfig(
-            num_heads=heads,
-            num_kv_heads=fields.key_value_heads(heads, None),
-            head_dim=head_dim,
-            scale=max(head_dim, 1) ** -0.5,
-            input_size=size,
-            bias=fields.flag("attention_bias", False),
-            rope=rope_config(fields, head_dim),
-        ),
+        "attention": attention_config(fields, size, num_heads=0, num_kv_heads=None),
         "mlp": mlp_config(fields, 0),
         "norm_eps": fields.number("rms_norm_eps", 1e-6),
         "own_embedding": own_embedding,

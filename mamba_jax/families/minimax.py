@@ -29,15 +29,16 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     mixers = _mixers(fields, fields.integer("num_hidden_layers", 32))
     # MiniMax's own code rotates part of each head; transformers knows no such field.
     attention = parts.attention_config(fields, hidden, num_heads=32, num_kv_heads=8, rope=None, bias=False)
+    # Decays slow down from layer to layer: by a factor from 1 down to 1e-5.
+    last = len(mixers) - 1 + 1e-5
+    factors = tuple(1 - layer / last + 1e-5 for layer, mixer in enumerate(mixers) if mixer == LIGHTNING)
     rope = rope_config(fields, fields.integer("rotary_dim", attention.head_dim), theta=_ROPE_THETA)
     return HybridConfig(
         **parts.common_fields(fields, FAMILY.name, hidden, eps, vocab=32000, tied=False, bos=1, eos=2),
         pattern="".join(mixer + MOE for mixer in mixers),
         attention=replace(attention, rope=rope),
         moe=parts.moe_config(fields, experts=8, chosen=2, size=14336, size_field="intermediate_size", router="softmax"),
-        recurrences=(
-            LightningConfig(attention.num_heads, attention.head_dim, _LIGHTNING_NORM_EPS, _decay_factors(mixers)),
-        ),
+        recurrences=(LightningConfig(attention.num_heads, attention.head_dim, _LIGHTNING_NORM_EPS, factors),),
         normed_residuals=(
             _residual(fields, LIGHTNING, "linear_attn", "linear_attention"),
             _residual(fields, ATTENTION, "full_attn", "full_attention"),
@@ -57,12 +58,6 @@ def _mixers(fields: Fields, layers: int) -> str:
             )
         found = "".join(ATTENTION if kind else LIGHTNING for kind in kinds)
     return found
-
-
-def _decay_factors(mixers: str) -> tuple[float, ...]:
-    """Decays slow down from layer to layer: by a factor from 1 down to 1e-5."""
-    last = len(mixers) - 1 + 1e-5
-    return tuple(1 - layer / last + 1e-5 for layer, mixer in enumerate(mixers) if mixer == LIGHTNING)
 
 
 def _residual(fields: Fields, kind: str, name: str, published: str) -> NormedResidual:

@@ -91,7 +91,7 @@ def attention_config(
         raise ModelConfigError(f"config field num_attention_heads is {heads}: at least 1 is expected")
     size = fields.integer("head_dim", hidden // heads if head_dim is None else head_dim)
     arguments: dict[str, Any] = {
-        "scale": size**-0.5,
+        "scale": max(size, 1) ** -0.5,
         "input_size": hidden,
         "bias": fields.flag("attention_bias", False),
         "rope": None if rope is None else rope_config(fields, size, **rope),

@@ -73,7 +73,9 @@ class LoRA(nnx.Module):
         b = b.reshape(math.prod(b.shape[:-2]), entries, rank)
         if x.shape[0] < entries and not is_fixed():
             # Fewer tokens than adapters: read the entries of these tokens only.
-            return _gathered(x, a, b, index)
+            precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+            product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
+            return product("tr,otr->to", product("ti,tri->tr", x, a[index]).astype(x.dtype), b[:, index])
         # One product with all entries; the mask keeps each token's own. Its cost is that of entries * rank columns. If
         # the rank is a power of two, the place of the entry does not change the bits of C++ products: they add up
         # lanes by halves, and zeros change nothing.
@@ -110,13 +112,6 @@ class ExpertLoRA(LoRA):
         inner = grouped_matmul(x, a.reshape(experts, entries * rank, inputs), sizes)
         own = jnp.repeat(jnp.arange(entries), rank) == index[:, None]
         return grouped_matmul(jnp.where(own, inner, 0), b.reshape(experts, -1, entries * rank), sizes)
-
-
-def _gathered(x: Array, a: Array, b: Array, index: Int[Array, " T"]) -> Float[Array, "T outputs"]:
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    inner = jnp.einsum("ti,tri->tr", x, a[index], precision=precision, preferred_element_type=jnp.float32)
-    inner = inner.astype(x.dtype)
-    return jnp.einsum("tr,otr->to", inner, b[:, index], precision=precision, preferred_element_type=jnp.float32)
 
 
 class Linear(nnx.Module):

@@ -89,15 +89,12 @@ class DrafterFrame(nnx.Module):
         embed, head = (target.vocab_size, size), (config.vocab_size, size)
         self.embed = Table(normal(rngs, embed, dtype)) if config.own_embedding else None
         self.lm_head = Table(normal(rngs, head, dtype)) if config.own_head else None
-        self.tokens = nnx.Param(_tokens(config.vocab_size)) if config.maps_vocabulary else None
+        tokens = initial((config.vocab_size,), jnp.int32, lambda: jnp.arange(config.vocab_size))
+        self.tokens = nnx.Param(tokens) if config.maps_vocabulary else None
 
     def joined(self, states: Sequence[Hidden]) -> Hidden:
         """Returns the target's hidden states at all of the places, in the drafter's dtype."""
         return jnp.concatenate(states, axis=-1).astype(self.final_norm.weight.get_value().dtype)
-
-
-def _tokens(count: int) -> Array:
-    return initial((count,), jnp.int32, lambda: jnp.arange(count))
 
 
 class GroupedConv(nnx.Module):

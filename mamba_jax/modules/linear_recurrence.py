@@ -192,7 +192,9 @@ class Lightning(nnx.Module):
         # Each head has its query, then its key, then its value.
         qkv = jax.nn.silu(self.qkv_proj(x, layout.adapter)).reshape(tokens, -1, 3 * self.config.head_dim)
         q, k, v = jnp.split(qkv, 3, axis=2)
-        rates = self._own_rates(v.shape[1])
+        rates, heads = jnp.asarray(self.config.decay_rates(0), jnp.float32), v.shape[1]
+        if heads < self.config.num_heads:  # those of this device
+            rates = jax.lax.dynamic_slice_in_dim(rates, axis_index() * heads, heads)
         strength = jnp.ones(v.shape[:2], jnp.float32)  # the layout makes it 0 where a token is padding
         old = None if state is None else state["ssm"]
         inputs = q, k, v, jnp.broadcast_to(-rates, strength.shape), strength
@@ -200,10 +202,3 @@ class Lightning(nnx.Module):
         y = self.norm.of_part(y.reshape(tokens, -1), self.config.inner_size)
         gate = jax.nn.sigmoid(self.gate_proj(x, layout.adapter, out_dtype=jnp.float32))
         return self.out_proj((y * gate).astype(x.dtype), layout.adapter), None if state is None else {"ssm": ssm}
-
-    def _own_rates(self, heads: int) -> Float[Array, " heads"]:
-        """Returns the decay rates of the heads that this device has."""
-        rates = jnp.asarray(self.config.decay_rates(0), jnp.float32)
-        if heads == self.config.num_heads:
-            return rates
-        return jax.lax.dynamic_slice_in_dim(rates, axis_index() * heads, heads)

@@ -315,6 +315,7 @@ def test_minimax_in_the_words_of_transformers_and_of_its_makers():
         ({**NEMOTRON, "mamba_hidden_act": "gelu"}, "mamba_hidden_act is 'gelu'"),
         ({**NEMOTRON, "hidden_size": "big"}, "hidden_size is 'big': a whole number"),
         ({**NEMOTRON, "hidden_size": 0}, "is 0: at least 1"),
+        ({**NEMOTRON, "head_dim": 0}, "head_dim is 0: at least 1"),
         ({**NEMOTRON, "use_bias": 1}, "use_bias is 1: true or false"),
         ({**NEMOTRON, "num_key_value_heads": 5}, "32 query heads cannot share 5"),
         ({**NEMOTRON, "n_groups": 7}, "128 Mamba heads cannot be divided into 7 Mamba groups"),
