@@ -2,7 +2,7 @@
 
 Qwen3.5 (2026) is the same with plain MLPs or mixtures of experts; its text model only. Lara 4 Mini (Translated, 2026)
 has gated delta nets, attention to a window, and attention to everything without positions, each followed by a mixture
-of experts.
+of experts. OLMo Hybrid (Ai2, 2025): three gated delta nets to one attention normalized after, each before an MLP.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,11 +23,12 @@ from mamba_jax.config import (
 )
 from mamba_jax.config.linear_recurrence import DELTA, DeltaConfig
 from mamba_jax.families import mtp, parts
-from mamba_jax.families.base import Family, HFSource, placed
+from mamba_jax.families.base import Family, HFSource, placed, tensor
 from mamba_jax.families.fields import Fields
 
 _KINDS = {"linear_attention": DELTA, "full_attention": ATTENTION}
 _ROPE_SHARE = 0.25
+_OLMO_NORM_EPS = 1e-5  # of the gated norm; the config sets only that of the other norms
 _DENSE, _SPARSE = ("qwen3_5", "qwen3_5_text"), ("qwen3_5_moe", "qwen3_5_moe_text")
 
 
@@ -220,3 +221,62 @@ qwen3_next_names = partial(_weight_names, projections=_fused, prefixes=("model."
 qwen3_5_names = partial(_weight_names, projections=_split, prefixes=("model.language_model.", "model."))
 QWEN3_NEXT = Family("Qwen3Next", ("qwen3_next",), qwen3_next_from_hf, qwen3_next_names, mtp.unused)
 QWEN3_5 = Family("Qwen3.5", _DENSE + _SPARSE, qwen3_5_from_hf, qwen3_5_names, mtp.unused)
+
+
+def olmo_hybrid_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
+    """Reads a config.json of transformers' `OlmoHybridConfig`."""
+    fields = Fields(raw, positions=65536)
+    hidden, eps = fields.integer("hidden_size", 3840), fields.number("rms_norm_eps", 1e-6)
+    layers, heads = fields.integer("num_hidden_layers", 32), fields.integer("num_attention_heads", 30)
+    mixers = fields.layers(_KINDS, "layer_types", count=layers)
+    if mixers is None:
+        mixers = "".join(ATTENTION if i % 4 == 3 else DELTA for i in range(layers))
+        mixers = mixers if ATTENTION in mixers else mixers[:-1] + ATTENTION
+    pattern = "".join(mixer + MLP for mixer in mixers)
+    rope = fields.given("rope_parameters", "rope_scaling")
+    # Published without positions: rope_parameters is null, or has no theta.
+    rotates = isinstance(rope, Mapping) and rope.get("rope_theta") is not None
+    groups = fields.integer("linear_num_key_heads", heads)
+    keys = fields.integer("linear_key_head_dim", int(0.75 * hidden / max(groups, 1)))
+    sizes = {"values": heads, "keys": groups, "value_size": 2 * keys, "key_size": keys}
+    beta = 2.0 if fields.flag("linear_allow_neg_eigval", True) else 1.0
+    return HybridConfig(
+        **parts.common_fields(fields, OLMO_HYBRID.name, hidden, eps, vocab=100352, tied=False, bos=None, eos=100257),
+        pattern=pattern,
+        # Both sublayers of a layer with attention.
+        norm_after=tuple(i for i in range(len(pattern)) if pattern[i - i % 2] == ATTENTION),
+        attention=parts.attention_config(
+            fields,
+            hidden,
+            num_heads=heads,
+            num_kv_heads=None,
+            rope={} if rotates else None,
+            qk_norm=QKNormConfig(eps, all_heads=True),
+        ),
+        mlp=MLPConfig(fields.integer("intermediate_size", 11008)),
+        recurrences=(parts.delta_config(fields, _OLMO_NORM_EPS, **sizes, beta=beta),),
+    )
+
+
+def _olmo_delta_names(config: DeltaConfig, hidden: int) -> dict[str, HFSource]:
+    keys, inner, width = config.key_size, config.inner_size, config.conv_width
+    sources = parts.named(config.parameters(), {"z_proj": "g_proj", "out_proj": "o_proj", "norm": "o_norm"})
+    channels = 2 * keys + inner
+    for part, rows in (("conv_qk", (0, 2 * keys)), ("conv_v", (2 * keys, channels))):
+        together = tensor("conv1d.weight", rows=rows, shape=(channels, 1, width))
+        # transformers 5.23 saves equal thirds of conv1d under these names, however wide queries, keys and values are.
+        names = tuple(f"{one}_conv1d.weight" for one in "qkv")
+        cuts = replace(together, names=names, cuts=(keys, keys, inner), alternatives=(together,))
+        sources[f"{part}.weight"] = cuts
+    return sources
+
+
+olmo_hybrid_names = parts.naming(
+    {ATTENTION: ("self_attn", parts.attention), DELTA: ("linear_attn", _olmo_delta_names), MLP: ("mlp", parts.mlp)},
+    # The second spellings are what transformers saves.
+    norms=(("attention_layer_norm", "input_layernorm"), ("feedforward_layer_norm", "post_attention_layernorm")),
+    norms_after=(("post_attention_layernorm", "feedforward_layer_norm"), "post_feedforward_layernorm"),
+    prefixes=("model.", "model.language_model."),
+)
+"""As Ai2's checkpoints have them, and as transformers' modules do. A layer there is two sublayers here."""
+OLMO_HYBRID = Family("OLMoHybrid", ("olmo_hybrid",), olmo_hybrid_from_hf, olmo_hybrid_names)

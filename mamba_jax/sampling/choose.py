@@ -19,8 +19,8 @@ from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from kernels_pallas.fixed_order import log_sum_exp
 from mamba_jax.sampling.draw_tokens import draw
-from mamba_jax.sampling.inputs import SamplingInputs, own_rows
 from mamba_jax.sampling.largest import argmax, largest, most_likely
+from mamba_jax.sampling.logits import SamplingInputs, own_rows
 from mamba_jax.sampling.masks import bit_of
 from mamba_jax.sampling.table import DEFAULT_LOGPROBS
 from mamba_jax.sharding.axis import TENSOR, axis_mesh, keep_whole

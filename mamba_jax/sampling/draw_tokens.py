@@ -18,9 +18,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt, UInt8
 
 from kernels_pallas.fixed_order import cumulative_sum, exp, is_fixed, quotient, row_sum
-from mamba_jax.sampling.inputs import SamplingInputs
 from mamba_jax.sampling.largest import in_blocks, most_likely
-from mamba_jax.sampling.logits import limits_of, truncate, weights_of
+from mamba_jax.sampling.logits import SamplingInputs, limits_of, truncate, weights_of
 from mamba_jax.sampling.masks import pack_bits
 
 FEW = 256
