@@ -37,7 +37,7 @@ def mamba_config(fields: Fields, hidden: int, eps: float, *, inner_size: int | N
     if heads * head_dim != inner:
         raise ModelConfigError(f"{heads} Mamba heads of {head_dim} do not make the inner width {inner}")
     sizes = {"heads": heads, "head_dim": head_dim, "state": 256, "groups": 1}
-    return parts.mamba_config(fields, eps, **sizes, bias=bias, dt_limit=parts.dt_limit(fields))
+    return parts.mamba_config(fields, eps, **sizes, bias=bias)
 
 
 def bamba_from_hf(raw: Mapping[str, Any]) -> HybridConfig:

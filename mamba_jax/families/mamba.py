@@ -40,8 +40,7 @@ def mamba2_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     fields = Fields(raw)
     hidden, eps = fields.integer("hidden_size", 4096), fields.number("layer_norm_epsilon", 1e-5)
     sizes = {"heads": fields.integer("num_heads", 128), "head_dim": fields.integer("head_dim", 64)}
-    bias, limit = fields.flag("use_bias", False), parts.dt_limit(fields)
-    mamba = parts.mamba_config(fields, eps, **sizes, state=128, groups=8, bias=bias, dt_limit=limit)
+    mamba = parts.mamba_config(fields, eps, **sizes, state=128, groups=8, bias=fields.flag("use_bias", False))
     expand = fields.number("expand", 2)
     if mamba.inner_size != expand * hidden:
         raise ModelConfigError(

@@ -44,6 +44,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
             state=128,
             groups=8,
             bias=fields.flag("use_bias", False),
+            limited=False,
         ),
         attention=parts.attention_config(
             fields, hidden, num_heads=32, num_kv_heads=8, head_dim=head_dim, rope=None, bias=False

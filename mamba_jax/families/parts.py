@@ -147,23 +147,21 @@ def mlp_config(fields: Fields, size: int, **options: Any) -> MLPConfig:
 
 
 def mamba_config(
-    fields: Fields, eps: float, *, heads: int, head_dim: int, state: int, groups: int, bias: bool, **options: Any
+    fields: Fields, eps: float, *, heads: int, head_dim: int, state: int, groups: int, bias: bool, limited: bool = True
 ) -> MambaConfig:
-    """Reads a Mamba2 mixer from the usual fields. `state` and `groups` are defaults; `options` are of `MambaConfig`."""
+    """Reads a Mamba2 mixer from the usual fields.
+
+    `state` and `groups` are defaults. `limited`: whether step sizes are limited.
+    """
     arguments: dict[str, Any] = {
+        "dt_limit": fields.numbers("time_step_limit", (0.0, math.inf)) if limited else (0.0, math.inf),
         "state_size": fields.integer("mamba_d_state", state, "ssm_state_size", "state_size"),
         "num_groups": fields.integer("mamba_n_groups", groups, "mamba_ngroups", "n_groups"),
         "conv_width": fields.integer("mamba_d_conv", 4, "conv_kernel"),
         "conv_bias": fields.flag("mamba_conv_bias", True, "use_conv_bias"),
         "norm_eps": eps,
     }
-    return MambaConfig(num_heads=heads, head_dim=head_dim, in_bias=bias, out_bias=bias, **arguments | options)
-
-
-def dt_limit(fields: Fields) -> tuple[float, float]:
-    """Returns the limits of a Mamba2 mixer's step sizes."""
-    low, high = fields.numbers("time_step_limit", (0.0, math.inf))
-    return low, high
+    return MambaConfig(num_heads=heads, head_dim=head_dim, in_bias=bias, out_bias=bias, **arguments)
 
 
 def delta_config(

@@ -1,6 +1,7 @@
 """Zamba2 (Zyphra, 2024): Mamba2 layers, some of which also take the output of a shared transformer block."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from mamba_jax.config import (
@@ -36,22 +37,15 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
             f"{inner} Mamba channels in {mamba_heads} heads, or {2 * hidden} attention channels in {heads}"
         )
     head_dim, bias = 2 * hidden // heads, fields.flag("add_bias_linear", False)
+    sizes = {"heads": mamba_heads, "head_dim": inner // mamba_heads, "state": 64, "groups": 1}
+    mamba = parts.mamba_config(fields, _GATED_NORM_EPS, **sizes, bias=bias, limited=False)
     uses, blocks = pattern.count(SHARED), fields.integer("num_mem_blocks", 1)
     tied = fields.flag("tie_word_embeddings", True)
     return HybridConfig(
         **parts.common_fields(fields, FAMILY.name, hidden, eps, vocab=32000, tied=True, bos=1, eos=2, silu=None)
         | ({"max_position_embeddings": 16384} if fields.flag("use_long_context", False) else {}),
         pattern=pattern,
-        mamba=parts.mamba_config(
-            fields,
-            _GATED_NORM_EPS,
-            heads=mamba_heads,
-            head_dim=inner // mamba_heads,
-            state=64,
-            groups=1,
-            bias=bias,
-            conv_bias=True,
-        ),
+        mamba=replace(mamba, conv_bias=True),  # whatever use_conv_bias says
         attention=AttentionConfig(
             num_heads=heads,
             num_kv_heads=fields.key_value_heads(heads, None),
