@@ -90,16 +90,13 @@ LayerMatrices = Mapping[
 """(A, B) by the path of a layer or of the experts' weight; B includes the adapter's scale."""
 
 
-EntryValues = Mapping[str, Shaped[np.ndarray, "..."]]
-"""By the name of the array on the device."""
-
-
 @dataclass(frozen=True)
 class AdapterEntry:
     """An adapter in the form of an entry, made by `Adapters.entry_of`: padded, in the dtype of the device's arrays, and
     without a number that is not finite."""
 
-    values: EntryValues
+    values: Mapping[str, Shaped[np.ndarray, "..."]]
+    """By the name of the array on the device."""
 
 
 class Adapters:

@@ -240,8 +240,7 @@ class HybridModel(nnx.Module):
     @property
     def draft_head(self) -> Table:
         """The head of the draft layer: the model's, unless the layer has its own."""
-        layer = self.draft_layer
-        own = None if layer is None else layer.lm_head
+        own: Table | None = self.draft_layer.lm_head
         return self.head if own is None else own
 
     def _scaled_logits(self, scores: Float[Array, "*batch vocab"]) -> Float[Array, "*batch vocab"]:
