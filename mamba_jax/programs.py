@@ -22,11 +22,11 @@ from mamba_jax.batch import DecodeBatch, MixedBatch, Packing, PageTableBatch, Pr
 from mamba_jax.drafts import DraftSource
 from mamba_jax.model import HybridModel
 from mamba_jax.program_cache import ProgramCache
-from mamba_jax.rows import Rows
+from mamba_jax.rows import Rows, rows_shardings
 from mamba_jax.sampling.masks import MaskBatch
 from mamba_jax.sampling.table import DEFAULT_LOGPROBS
 from mamba_jax.sequences import check_ids
-from mamba_jax.sharding import replicated, rows_shardings, use_mesh
+from mamba_jax.sharding import replicated, use_mesh
 from mamba_jax.sharding.axis import has_slow_links
 from mamba_jax.step import mask, seat, set_page_table, step
 from mamba_jax.store import Store, StoreShape

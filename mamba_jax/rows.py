@@ -6,15 +6,18 @@ kept drafts, the current slot, the sampled token) therefore stay on the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int
 
 from mamba_jax.sampling.masks import Masks, init_masks
 from mamba_jax.sampling.table import SamplingTable, init_sampling_table
+from mamba_jax.sharding.axis import TENSOR, replicated
 
 if TYPE_CHECKING:
     from mamba_jax.config import HybridConfig
@@ -85,3 +88,11 @@ def init_rows(
         adapter=jnp.zeros(seats, jnp.int32) if adapters else None,
         masks=init_masks(seats, 1 + num_speculative_tokens, vocab_size) if masks else None,
     )  # fmt: skip
+
+
+def rows_shardings(rows: Rows, mesh: Mesh) -> Rows:
+    """Where each array of the seats belongs, in their structure: tables of the vocabulary are divided as logits are."""
+    whole = replicated(mesh)
+    divides = rows.output_counts.shape[1] % mesh.shape[TENSOR] == 0
+    tables = NamedSharding(mesh, P(None, TENSOR)) if divides else whole
+    return replace(jax.tree.map(lambda _: whole, rows), output_counts=tables, prompt_seen=tables)

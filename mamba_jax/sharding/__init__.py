@@ -9,7 +9,6 @@ from mamba_jax.sharding.axis import CONTEXT, TENSOR, make_mesh, members_of, repl
 from mamba_jax.sharding.partition import (
     Partition,
     parameter_shardings,
-    rows_shardings,
     shard_parameters,
     sharded_store,
     store_shardings,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -14,13 +14,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from mamba_jax.config import Division, HybridConfig, ModelConfigError, Placement, StateArray, StateUnit
-from mamba_jax.sharding.axis import CONTEXT, TENSOR, members_of, replicated
+from mamba_jax.sharding.axis import CONTEXT, TENSOR, members_of
 from mamba_jax.sharding.parameters import placement, placements
 from mamba_jax.store import Store, StoreShape, declarations, init_store
 from mamba_jax.store_layout import placed
-
-if TYPE_CHECKING:
-    from mamba_jax.rows import Rows
 
 
 @dataclass(frozen=True)
@@ -148,14 +145,6 @@ def sharded_store(config: HybridConfig, mesh: Mesh, **sizes: Any) -> Store:
         return init_store(shape, **sizes)
 
     return jax.jit(make, out_shardings=store_shardings(jax.eval_shape(make), config, mesh))()
-
-
-def rows_shardings(rows: Rows, mesh: Mesh) -> Rows:
-    """Where each array of the seats belongs, in their structure: tables of the vocabulary are divided as logits are."""
-    whole = replicated(mesh)
-    divides = rows.output_counts.shape[1] % mesh.shape[TENSOR] == 0
-    tables = NamedSharding(mesh, P(None, TENSOR)) if divides else whole
-    return replace(jax.tree.map(lambda _: whole, rows), output_counts=tables, prompt_seen=tables)
 
 
 def shard_parameters(values: Mapping[str, Array], config: HybridConfig, mesh: Mesh) -> dict[str, Array]:

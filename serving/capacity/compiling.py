@@ -18,8 +18,8 @@ from checkpoints.errors import one_line
 from mamba_jax.adapters import Adapters
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.programs import KernelChoice, StepBatch, StepPrograms, platform_options
-from mamba_jax.rows import Rows
-from mamba_jax.sharding import make_mesh, parameter_shardings, rows_shardings, store_shardings
+from mamba_jax.rows import Rows, rows_shardings
+from mamba_jax.sharding import make_mesh, parameter_shardings, store_shardings
 from mamba_jax.store import Store
 from mamba_jax.version import install_advice
 from serving.capacity.targets import Target, gpu_description

@@ -23,8 +23,8 @@ from mamba_jax.head_padding import HeadPadding
 from mamba_jax.model import HybridModel, num_parameters
 from mamba_jax.modules.quantized import weight_of
 from mamba_jax.programs import INVARIANT, StepBatch, UnsupportedError
-from mamba_jax.rows import Rows
-from mamba_jax.sharding import TENSOR, Partition, rows_shardings
+from mamba_jax.rows import Rows, rows_shardings
+from mamba_jax.sharding import TENSOR, Partition
 from mamba_jax.store import StoreShape, init_store
 from mamba_jax.store_layout import lanes_of
 from serving.capacity.compiling import Program, SlicePrograms, check_compiler, slice_mesh

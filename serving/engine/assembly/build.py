@@ -21,8 +21,8 @@ from mamba_jax.head_padding import HeadPadding
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.modules.quantized import weight_of
 from mamba_jax.programs import KernelChoice, RowsBatch, StepPrograms, UnsupportedError
-from mamba_jax.rows import Rows
-from mamba_jax.sharding import TENSOR, Partition, rows_shardings, sharded_store
+from mamba_jax.rows import Rows, rows_shardings
+from mamba_jax.sharding import TENSOR, Partition, sharded_store
 from mamba_jax.store import EXPERT, Store
 from mamba_jax.store_layout import init_laid_out
 from serving.compatibility import Deployment, check
