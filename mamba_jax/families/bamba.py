@@ -36,7 +36,7 @@ def mamba_config(fields: Fields, hidden: int, eps: float, *, inner_size: int | N
     head_dim = inner // heads if automatic else fields.integer("mamba_d_head", 0)
     if heads * head_dim != inner:
         raise ModelConfigError(f"{heads} Mamba heads of {head_dim} do not make the inner width {inner}")
-    sizes = {"heads": heads, "head_dim": head_dim, "state": 256, "groups": 1}
+    sizes: dict[str, Any] = {"heads": heads, "head_dim": head_dim, "state": 256, "groups": 1}
     return parts.mamba_config(fields, eps, **sizes, bias=bias)
 
 

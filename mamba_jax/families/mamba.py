@@ -39,7 +39,7 @@ def mamba2_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     """Reads a config.json of transformers' `Mamba2Config`."""
     fields = Fields(raw)
     hidden, eps = fields.integer("hidden_size", 4096), fields.number("layer_norm_epsilon", 1e-5)
-    sizes = {"heads": fields.integer("num_heads", 128), "head_dim": fields.integer("head_dim", 64)}
+    sizes: dict[str, Any] = {"heads": fields.integer("num_heads", 128), "head_dim": fields.integer("head_dim", 64)}
     mamba = parts.mamba_config(fields, eps, **sizes, state=128, groups=8, bias=fields.flag("use_bias", False))
     expand = fields.number("expand", 2)
     if mamba.inner_size != expand * hidden:

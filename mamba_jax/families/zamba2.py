@@ -37,7 +37,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
             f"{inner} Mamba channels in {mamba_heads} heads, or {2 * hidden} attention channels in {heads}"
         )
     head_dim, bias = 2 * hidden // heads, fields.flag("add_bias_linear", False)
-    sizes = {"heads": mamba_heads, "head_dim": inner // mamba_heads, "state": 64, "groups": 1}
+    sizes: dict[str, Any] = {"heads": mamba_heads, "head_dim": inner // mamba_heads, "state": 64, "groups": 1}
     mamba = parts.mamba_config(fields, _GATED_NORM_EPS, **sizes, bias=bias, limited=False)
     uses, blocks = pattern.count(SHARED), fields.integer("num_mem_blocks", 1)
     tied = fields.flag("tie_word_embeddings", True)
