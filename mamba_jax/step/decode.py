@@ -18,8 +18,15 @@ from mamba_jax.layout import DecodeLayout, Hidden, ReplayLayout
 from mamba_jax.model import HybridModel
 from mamba_jax.rows import Rows
 from mamba_jax.sampling import Emission
-from mamba_jax.step.heads import Resumption, SampledRows, StepHidden
-from mamba_jax.step.slots import shared_writes, write_hidden, wrong_tags, wrong_tails
+from mamba_jax.step.slots import (
+    Resumption,
+    SampledRows,
+    StepHidden,
+    shared_writes,
+    write_hidden,
+    wrong_tags,
+    wrong_tails,
+)
 from mamba_jax.store import Store
 
 

@@ -15,8 +15,7 @@ from mamba_jax.layout import Hidden, PrefillLayout
 from mamba_jax.model import HybridModel
 from mamba_jax.rows import Rows
 from mamba_jax.sampling import Emission, report_logprobs
-from mamba_jax.step.heads import Resumption, SampledRows, StepHidden
-from mamba_jax.step.slots import shared_writes, write_hidden, wrong_tags
+from mamba_jax.step.slots import Resumption, SampledRows, StepHidden, shared_writes, write_hidden, wrong_tags
 from mamba_jax.store import Store
 
 

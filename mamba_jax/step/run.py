@@ -1,25 +1,26 @@
-"""The order of a step, for decode rows, prefill rows or both."""
+"""The order of a step, for decode rows, prefill rows or both: from hidden states to tokens and drafts."""
 
 import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from kernels_pallas.paged_attention import copy_pages
 from mamba_jax.batch import DecodeBatch, MixedBatch, PrefillBatch, StepOutput
-from mamba_jax.drafts import DraftSource
+from mamba_jax.drafts import DraftSource, StepFacts
 from mamba_jax.layout import DecodeLayout, MixedLayout, PrefillLayout
 from mamba_jax.layout.member import Member
 from mamba_jax.model import HybridModel
 from mamba_jax.rows import Rows
+from mamba_jax.sampling import Emission, SamplingInputs, choose, report_logprobs
 from mamba_jax.sampling.table import DEFAULT_LOGPROBS
 from mamba_jax.sharding.across import on_members
-from mamba_jax.sharding.axis import keep_whole
+from mamba_jax.sharding.axis import as_first_member, keep_whole
 from mamba_jax.step.decode import DecodeRows
-from mamba_jax.step.heads import emit, propose
 from mamba_jax.step.prefill import PrefillRows
-from mamba_jax.step.seats import commit, next_drafts, update_page_tables
+from mamba_jax.step.seats import commit, newest, next_drafts, update_page_tables
+from mamba_jax.step.slots import SampledRows, StepHidden
 from mamba_jax.store import Store
 
 
@@ -52,6 +53,7 @@ def step(
     Returns:
         the store, the rows, and a `StepOutput`; of a mixed step, those of its decode rows and of its prefill rows.
     """
+    options = processed_logprobs, sampling_masks, greedy, max_logprobs
     parts: list[DecodeRows | PrefillRows] = []
     for each in (batch.decode, batch.prefill) if isinstance(batch, MixedBatch) else (batch,):
         rows, page_table = update_page_tables(rows, each)
@@ -73,10 +75,7 @@ def step(
     for part, done, logits in zip(
         parts, written, _divided(flat, [each.shape[0] * each.shape[1] for each in heads]), strict=True
     ):
-        emission, emitted = emit(
-            logits, rows, part.sampled, processed_logprobs=processed_logprobs, sampling_masks=sampling_masks,
-            greedy=greedy, max_logprobs=max_logprobs,
-        )  # fmt: skip
+        emission, emitted = emit(logits, rows, part.sampled, options)
         kept = part.kept(emission)
         slot, anchor = part.resume_after(kept)
         before, rows = rows, commit(rows, part.row_id, part.length + kept, slot, emission, anchor)
@@ -88,6 +87,61 @@ def step(
         )  # fmt: skip
         outputs.append(output)
     return store, rows, (outputs[0], outputs[1]) if isinstance(batch, MixedBatch) else outputs[0]
+
+
+def emit(
+    flat: Float[Array, "heads vocab"], rows: Rows, sampled: SampledRows, options: tuple[bool, bool, bool, int]
+) -> tuple[Emission, dict[str, Any]]:
+    """The tokens that the heads emit; their log-probabilities and whether they are finite, as fields of `StepOutput`.
+
+    Logits stay divided between devices, which collect them only for rows that ask for more than the largest. `options`
+    are those of `step`: processed_logprobs, sampling_masks, greedy, max_logprobs.
+    """
+    processed_logprobs, sampling_masks, greedy, max_logprobs = options
+    row_id, (count, width) = sampled.row_id, (sampled.drafts.shape[0], sampled.drafts.shape[1] + 1)
+    logits = flat.reshape(count, width, -1)
+    inputs = SamplingInputs.of(
+        **vars(sampled) | {"sample": sampled.sample & (row_id > 0)}, table=rows.sampling,
+        output_counts=rows.output_counts, prompt_seen=rows.prompt_seen, masks=rows.masks,
+    )  # fmt: skip
+    emission = as_first_member(choose(logits, inputs, supports=sampling_masks, greedy=greedy))
+    wanted = jnp.where((emission.tokens >= 0) & (row_id > 0)[:, None], rows.sampling.logprobs[row_id][:, None], -1)
+    unused = jnp.arange(width) > emission.accepted[:, None]
+    process = inputs.processed if processed_logprobs else lambda flat: flat
+    reported = report_logprobs(flat, emission.tokens.reshape(-1), wanted.reshape(-1), process, most=max_logprobs)
+    logprobs, top_ids, top_logprobs = (each.reshape(count, width, *each.shape[1:]) for each in reported[:3])
+    return emission, {
+        "tokens": emission.tokens,
+        "num_emitted": emission.count,
+        "logprobs": logprobs,
+        "top_ids": top_ids,
+        "top_logprobs": top_logprobs,
+        "sampling_mask": emission.supports,
+        "finite": (emission.finite | unused).all(axis=-1),
+    }
+
+
+def propose(
+    source: DraftSource,
+    model: HybridModel,
+    store: Store,
+    rows: Rows,
+    emission: Emission,
+    part: Any,
+    written: StepHidden,
+    kept: Int[Array, " rows"],
+) -> tuple[Store, Rows]:
+    """Drafts for the next step of each row that has emitted a token. `part`: its `DecodeRows` or `PrefillRows`."""
+    facts = StepFacts(
+        layout=part.layout, tokens=part.tokens, hidden=written.hidden, before=written.before, row_id=part.row_id,
+        length=part.length, kept=kept, emitted=emission.tokens, emitted_from=part.sampled.length,
+        sampled=emission.count > 0, newest=newest(emission), page_table=part.page_table,
+    )  # fmt: skip
+    count = part.num_proposed(rows.drafts.shape[1])
+    drafts, store, state = source.propose(model, store, rows.source, facts, count)
+    drafts = jnp.pad(as_first_member(drafts), ((0, 0), (0, rows.drafts.shape[1] - drafts.shape[1])), constant_values=-1)
+    seat_of = jnp.where(facts.sampled, facts.row_id, rows.length.shape[0])
+    return store, dataclasses.replace(rows, drafts=rows.drafts.at[seat_of].set(drafts, mode="drop"), source=state)
 
 
 def copy_shared_pages(store: Store, page_copy: Int[Array, "rows 2"]) -> Store:

@@ -1,9 +1,11 @@
-"""What completes a slot after the sublayers have written their states: hidden state, debugging tag, rounding.
+"""What completes a slot after the sublayers have written their states: hidden state, debugging tag, rounding. And what
+decode rows and prefill rows hand on.
 
 With `debug_state`, also the checks that a step reads the state that it expects, and that no other row writes it.
 """
 
 import dataclasses
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,34 @@ from kernels_pallas.slots import read_slots, write_slots
 from mamba_jax.layout.decode import ReplayLayout
 from mamba_jax.rounding import RoundedRows
 from mamba_jax.store import SlotArrays, Store, load, put
+
+Resumption = tuple[Int[Array, " rows"], Int[Array, " rows"] | None]
+"""The slot that each row reads next and, under replay, how many tokens the state in it has absorbed."""
+
+
+@dataclass(frozen=True)
+class StepHidden:
+    """The result of a part of a step after its slots are complete."""
+
+    hidden: Float[Array, "T hidden"]
+    """After the final norm; for rows without tokens, the hidden state in their slot."""
+    before: Float[Array, "rows hidden"]
+    """The hidden state before each row's first token; zeros without one."""
+    wrong: Bool[Array, " rows"]
+    """With `debug_state`: rows that read another state than their own."""
+
+
+@dataclass(frozen=True)
+class SampledRows:
+    """The sampling inputs of the rows of one batch."""
+
+    row_id: Int[Array, " rows"]
+    sample: Bool[Array, " rows"]
+    """Whether the row emits tokens."""
+    drafts: Int[Array, "rows H-1"]
+    num_drafts: Int[Array, " rows"]
+    length: Int[Array, " rows"]
+    """Tokens before the first that is emitted."""
 
 
 def write_hidden(

@@ -35,7 +35,7 @@ from tests.serving.core.mutations.registry import Fault, Patch, mutation
 
 STEP = [
     importlib.import_module(f"mamba_jax.{part}")
-    for part in ("programs", "step.run", "step.decode", "step.prefill", "step.heads", "step.seats")
+    for part in ("programs", "step.run", "step.decode", "step.prefill", "step.seats")
 ]
 
 
