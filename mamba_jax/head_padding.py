@@ -117,13 +117,18 @@ class HeadPadding:
                 place = NamedSharding(mesh, partition.parameter(path))
                 if not isinstance(value.sharding, NamedSharding) or value.sharding.mesh != mesh:
                     value = jax.device_put(value, NamedSharding(mesh, P()))
-                pad = partial(
-                    _with_zero_heads, axis=division.axis, groups=need(self.config.attention).num_kv_heads,
-                    heads=division.units, padded=need(self.padded.attention).num_heads,
-                )  # fmt: skip
-                value = jax.jit(pad, out_shardings=place)(value)
+                value = jax.jit(partial(self._with_zero_heads, division), out_shardings=place)(value)
             found[path] = value
         return shard_parameters(found, self.padded, mesh)
+
+    def _with_zero_heads(self, division: Division, value: Array) -> Array:
+        """Adds zero heads at the end of each group."""
+        axis, groups = division.axis, need(self.config.attention).num_kv_heads
+        before, after = value.shape[:axis], value.shape[axis + 1 :]
+        of_group = value.reshape(*before, groups, division.units // groups, -1, *after)
+        widths = [(0, 0)] * of_group.ndim
+        widths[axis + 1] = (0, (need(self.padded.attention).num_heads - division.units) // groups)
+        return jnp.pad(of_group, widths).reshape(*before, -1, *after)
 
     def load_sharding(self, partition: Partition, mesh: Any, path: str) -> NamedSharding:
         """Returns where a parameter is loaded to. Parameters that are padded later are loaded to every device."""
@@ -132,12 +137,3 @@ class HeadPadding:
         whole = self.pads(path) or path.endswith((".k_scale", ".v_scale"))
         path = "embed.weight" if path in ("mtp.embed.weight", "mtp.lm_head.weight") else path
         return NamedSharding(mesh, P() if whole else partition.parameter(path))
-
-
-def _with_zero_heads(value: Array, *, axis: int, groups: int, heads: int, padded: int) -> Array:
-    """Adds zero heads at the end of each group."""
-    before, after = value.shape[:axis], value.shape[axis + 1 :]
-    of_group = value.reshape(*before, groups, heads // groups, value.shape[axis] // heads, *after)
-    widths = [(0, 0)] * of_group.ndim
-    widths[axis + 1] = (0, (padded - heads) // groups)
-    return jnp.pad(of_group, widths).reshape(*before, -1, *after)

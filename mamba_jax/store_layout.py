@@ -60,10 +60,6 @@ def is_pinned(shape: StoreShape, store: Store) -> bool:
 
 def init_laid_out(config: HybridConfig | StoreShape, **sizes: Any) -> Store:
     """Makes a store as `init_store` does, with every array in its layout."""
-    shape = (
-        config
-        if isinstance(config, StoreShape)
-        else StoreShape.of(config, routed_experts=sizes.get("routed_experts", False))
-    )
-    store = init_store(shape, **sizes)
+    shape = config if isinstance(config, StoreShape) else StoreShape.of(config)
+    store = init_store(config, **sizes)
     return jax.tree.map(jax.device_put, store, places(shape, store)) if is_pinned(shape, store) else store

@@ -29,14 +29,19 @@ class Partition:
     members: int = 1
     """Members that pages are divided over by position; everything else is the same on all of them."""
 
-    @classmethod
-    def of(cls, config: HybridConfig, shards: int, members: int = 1) -> Partition:
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def of(config: HybridConfig, shards: int, members: int = 1) -> Partition:
         """Returns the division of a model.
 
         Raises:
             ModelConfigError: something does not divide evenly.
         """
-        return _checked(cls(config, shards, members))
+        partition = Partition(config, shards, members)
+        for declared in placements(config).values():
+            partition.placed(declared)
+        _states(partition)
+        return partition
 
     @classmethod
     def on(cls, config: HybridConfig, mesh: Any) -> Partition:
@@ -92,15 +97,6 @@ class Partition:
     def device_shape(self, shape: StoreShape) -> StoreShape:
         """Returns the shape of one device's state."""
         return shape.map(lambda array: array.on_each(self.shards))
-
-
-@lru_cache(maxsize=64)
-def _checked(partition: Partition) -> Partition:
-    """Returns the partition if everything divides evenly."""
-    for declared in placements(partition.config).values():
-        partition.placed(declared)
-    _states(partition)
-    return partition
 
 
 @lru_cache(maxsize=64)
