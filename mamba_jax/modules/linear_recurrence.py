@@ -66,17 +66,11 @@ class Mamba(RecurrentMixer):
     def gates(self) -> Mamba2Gates:
         return Mamba2Gates(self.config.dt_limit, self.config.norm_eps, self.config.norm_before_gate)
 
-    def convolutions(self) -> tuple[Conv, Conv]:
-        return self.conv_x, self.conv_bc
-
     def projections(self, inputs: Inputs) -> Projections:
         zx, bc, dt = inputs
         # Flat: a TPU would change the layout of [T, 2, inner] for each half.
         z, x = jnp.split(zx.reshape(len(zx), -1), 2, axis=1)
         return Projections(z, x, bc.reshape(len(bc), -1), None, dt)
-
-    def skip(self) -> Float[Array, " heads"]:
-        return self.d[...]
 
     def _whole(self, layout: SequenceLayout, inputs: Inputs, _: Parameters) -> Array:
         # Not flat: the compiler divides [T, 2, inner] over devices by its last axis.
@@ -164,9 +158,6 @@ class Delta(RecurrentMixer):
     def gates(self) -> DeltaGates:
         config = self.config
         return DeltaGates(config.beta_scale, config.log_decay_bound, config.output_gate, config.norm_eps)
-
-    def convolutions(self) -> tuple[Conv, Conv]:
-        return self.conv_v, self.conv_qk
 
     def projections(self, inputs: tuple[Array, ...]) -> Projections:
         qk, v, z, a, b = inputs

@@ -37,7 +37,7 @@ from mamba_jax.layout import (
     Transition,
 )
 from mamba_jax.modules.basic import Weight, initial
-from mamba_jax.modules.conv import Conv, convolution
+from mamba_jax.modules.conv import convolution
 from mamba_jax.sharding.axis import axis_index
 from mamba_jax.store import SlotArrays
 
@@ -138,21 +138,19 @@ class RecurrentMixer(nnx.Module):
     """A mixer with convolution, recurrence, norm and gate between its projections.
 
     If the weights are divided over devices, each device has some of the heads and the groups that these heads need.
-    Subclasses have projections, and the parameters below.
+    Subclasses have projections, the parameters below, and convolutions called as their windows in `config.arrays`.
     """
 
     config: GroupedRecurrence
     a_log: nnx.Param
     dt_bias: nnx.Param
     norm: Weight | None
+    d: nnx.Param | None = None
+    """Weights of the direct path."""
 
     @property
     def gates(self) -> Gates:
         """What the layer makes of its projections, and of the recurrence's output."""
-        raise NotImplementedError
-
-    def convolutions(self) -> tuple[Conv, Conv]:
-        """Returns those of values and of vectors."""
         raise NotImplementedError
 
     def projections(self, inputs: Inputs) -> Projections:
@@ -162,10 +160,6 @@ class RecurrentMixer(nnx.Module):
     @property
     def _recurrence(self) -> Operation:
         return recurrence(self.config.arrays[0], LINEAR[self.gates.erase])
-
-    def skip(self) -> Float[Array, " heads"] | None:
-        """Returns the weights of the direct path."""
-        return None
 
     def between(
         self, inputs: Inputs, layout: Layout, state: SlotArrays | None
@@ -292,9 +286,10 @@ class RecurrentMixer(nnx.Module):
 
     def weights(self, given: Projections) -> Weights:
         """Returns the weights between the projections, those of this device."""
-        of_values, of_vectors = self.convolutions()
+        of_values, of_vectors = (getattr(self, name) for name in self.config.arrays[1:])
+        skip = None if self.d is None else self.d[...]
         return Weights(
-            self.a_log[...], self.dt_bias[...], self.skip(), *of_values.own(given.value.shape[1]),
+            self.a_log[...], self.dt_bias[...], skip, *of_values.own(given.value.shape[1]),
             *of_vectors.own(given.vectors.shape[1]), self.norm_weight(),
         )  # fmt: skip
 

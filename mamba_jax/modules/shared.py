@@ -31,9 +31,7 @@ class Adapters(nnx.Module):
                 return None
             return LowRank(attention.input_size, rank, heads * attention.head_dim, rngs=rngs, dtype=dtype)
 
-        self.q = adapter(attention.num_heads)
-        self.k = adapter(attention.num_kv_heads)
-        self.v = adapter(attention.num_kv_heads)
+        self.q, self.k, self.v = map(adapter, (attention.num_heads, *[attention.num_kv_heads] * 2))
 
     def to_attention(
         self, x: Float[Array, "T inputs"], adapter: Int[Array, " T"] | None
