@@ -55,6 +55,11 @@ class Target:
     ranks: int = 1
     """Number of A matrices, which follow each other in one stack: two for the gate and the up projection of experts."""
 
+    @property
+    def size(self) -> int:
+        """Numbers of the weight."""
+        return math.prod((*self.lead, *self.outputs, self.inputs))
+
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns the shapes of A and B of one adapter, for `rank` rows of A."""
         return (*self.lead, rank, self.inputs), (*self.lead, math.prod(self.outputs), rank)
