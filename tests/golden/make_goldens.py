@@ -1,6 +1,7 @@
 """Makes the golden fixtures: tiny random models of every family, and what Hugging Face says about them.
 
     cd tests && python -m golden.make_goldens [NAME...]      (needs the `parity` extra)
+    cd tests && python -m golden.make_goldens rope           (`rope.json`: scaled rotary embeddings)
 
 Each fixture is a directory: `config.json` and `model.safetensors` as Hugging Face writes them (or wrote them once, or
 as the makers of the models do: see `recipes.py`), and `goldens.npz`. Before anything is written it is checked that the
@@ -29,9 +30,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from golden import ling_drafts, oracle, qwen_drafts
 from golden.recipes import RECIPES, Recipe
 from safetensors.torch import load_file, save_file
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 GREEDY = 16
 FEW_POSITIONS, MANY_POSITIONS = 24, 56
@@ -189,7 +192,23 @@ def mtp_weights(recipe: Recipe, tensors: dict[str, torch.Tensor]) -> dict[str, t
     return {weight: oracle.random_like(weight, shape, generator) for weight, shape in sorted(shapes.items())}
 
 
+def make_rope(file: Path, heads: int = 4) -> None:
+    """Writes frequencies and factors again, of cases that keep their parameters."""
+    cases = json.loads(file.read_text())
+    for case in cases.values():
+        rope, positions = case["rope_parameters"], case["max_position_embeddings"]
+        config = transformers.BambaConfig(
+            hidden_size=heads * case["head_dim"], num_attention_heads=heads, max_position_embeddings=positions,
+            rope_parameters={**rope, "partial_rotary_factor": 1.0},
+        )  # fmt: skip
+        frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, seq_len=positions)
+        case |= {"frequencies": [float(one) for one in frequencies], "scale": float(scale)}
+    file.write_text(json.dumps(cases, indent=1))
+
+
 def main(names: list[str]) -> None:
+    if names == ["rope"]:
+        return make_rope(Path(__file__).parent / "rope.json")
     torch.set_num_threads(1)
     unknown = sorted(set(names) - set(RECIPES))
     if unknown:
