@@ -75,25 +75,18 @@ class DecodeRows:
             num_drafts=num_drafts,
             length=length + certain,
         )
-        read_slot = jnp.where(batch.continues, rows.slot[row_id], batch.read_slot)
-        places: dict[str, Any] = {"length": length, "num_tokens": num_tokens, "read_slot": read_slot}
-        given: dict[str, Any] = {
-            "row_id": row_id,
-            "by_row": tokens,
-            "certain": certain,
-            "sampled": sampled,
-            "page_table": page_table,
-        }
-        in_store = places | {"write_slot": batch.write_slot, "page_table": page_table}
+        places: dict[str, Any] = {"length": length, "num_tokens": num_tokens, "page_table": page_table}
+        places["read_slot"] = jnp.where(batch.continues, rows.slot[row_id], batch.read_slot)
+        more: dict[str, Any] = {"row_id": row_id, "by_row": tokens, "certain": certain, "sampled": sampled}
         if store.tails is None:
-            return DecodeRows(DecodeLayout.of(**in_store), **places, **given)
+            return DecodeRows(DecodeLayout.of(**places, write_slot=batch.write_slot), **places, **more)
         assert rows.anchor is not None
         assert batch.anchor is not None
-        anchor = jnp.where(batch.continues, rows.anchor[row_id], batch.anchor)
         layout = ReplayLayout.from_anchor(
-            **in_store, anchor=anchor, tail_id=row_id, steps=width, interval=store.tails.interval
-        )
-        return ReplayRows(layout, **places, **given)
+            **places, write_slot=batch.write_slot, tail_id=row_id, steps=width, interval=store.tails.interval,
+            anchor=jnp.where(batch.continues, rows.anchor[row_id], batch.anchor),
+        )  # fmt: skip
+        return ReplayRows(layout, **places, **more)
 
     @property
     def tokens(self) -> Int[Array, " T"]:
