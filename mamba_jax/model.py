@@ -50,29 +50,19 @@ class HybridModel(nnx.Module):
         """Returns random weights of the given dtype. Routers and parameters of recurrences are always float32."""
         self.config = config
         self.embed = Table(normal(rngs, (config.vocab_size, config.hidden_size), dtype))
+        made: Any = {"rngs": rngs, "dtype": dtype}
+        blocks = enumerate(config.pattern)
         self.blocks = nnx.List(
-            [
-                SharedUse(config, rngs=rngs, dtype=dtype)
-                if kind == SHARED
-                else Block(
-                    kind,
-                    config,
-                    index=config.pattern[:i].count(kind),
-                    norm_after=i in config.norm_after,
-                    rngs=rngs,
-                    dtype=dtype,
-                )
-                for i, kind in enumerate(config.pattern)
-            ]
+            [SharedUse(config, **made) if kind == SHARED else Block(config, i, **made) for i, kind in blocks]
         )
         count = config.shared.num_blocks if config.shared else 0
-        self.shared = nnx.List([SharedBlock(config, rngs=rngs, dtype=dtype) for _ in range(count)])
+        self.shared = nnx.List([SharedBlock(config, **made) for _ in range(count)])
         self.final_norm = model_norm(config, dtype=dtype)
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else Table(normal(rngs, (config.vocab_size, config.hidden_size), dtype))
-        self.mtp = MTP(config, rngs=rngs, dtype=dtype) if config.mtp_pattern else None
-        made = None if config.drafter is None else DRAFTERS[type(config.drafter)]
-        self.drafter: Any = None if made is None else made(config.drafter, config, rngs=rngs, dtype=dtype)
+        self.mtp = MTP(config, **made) if config.mtp_pattern else None
+        drafter = config.drafter
+        self.drafter: Any = None if drafter is None else DRAFTERS[type(drafter)](drafter, config, **made)
 
     def __call__(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Float[Array, "batch length vocab"]:
         """Returns logits (float32) for the token after each token. Arguments and errors are those of `hidden`."""

@@ -83,21 +83,15 @@ class Block(nnx.Module):
     With a `NormedResidual`: input_multiplier * norm(x) + output_multiplier * mixer(norm(x)).
     """
 
-    def __init__(
-        self,
-        kind: str,
-        config: HybridConfig,
-        *,
-        index: int = 0,
-        norm_after: bool = False,
-        rngs: nnx.Rngs,
-        dtype: DTypeLike,
-    ) -> None:
-        mixer = config.mixer(kind).at(index)
+    def __init__(self, config: HybridConfig, place: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        """`place`: in the model's pattern, which the sublayers of its multi-token-prediction layer follow."""
+        pattern = config.pattern + config.mtp_pattern
+        self.config, self.kind, self.norm_after = config, pattern[place], place in config.norm_after
+        self.index = pattern[:place].count(self.kind)
+        mixer = config.mixer(self.kind).at(self.index)
         self.norm = model_norm(config, dtype=dtype)
         self.output_norm = model_norm(config, dtype=dtype) if config.norm_both else None
         self.mixer: Any = MIXERS[type(mixer)](mixer, config.hidden_size, rngs=rngs, dtype=dtype)
-        self.config, self.kind, self.index, self.norm_after = config, kind, index, norm_after
 
     def __call__(self, x: Hidden, layout: Layout, state: Any, **options: Any) -> tuple[Hidden, Any]:
         """Runs the sublayer. `options` are passed to the mixer."""

@@ -47,12 +47,8 @@ class MTP(nnx.Module):
         self.enorm = model_norm(config, dtype=dtype)
         self.hnorm = model_norm(config, dtype=dtype)
         self.eh_proj = Linear(2 * hidden, hidden, rngs=rngs, dtype=dtype)
-        self.blocks = nnx.List(
-            [
-                Block(kind, config, index=(config.pattern + self.kinds[:i]).count(kind), rngs=rngs, dtype=dtype)
-                for i, kind in enumerate(self.kinds)
-            ]
-        )
+        places = range(len(config.pattern), len(config.pattern + self.kinds))
+        self.blocks = nnx.List([Block(config, place, rngs=rngs, dtype=dtype) for place in places])
         self.final_norm = model_norm(config, dtype=dtype)
 
     def __call__(self, embedded: Hidden, hidden: Hidden, layout: Layout, kv: LayersKV) -> tuple[Hidden, LayersKV]:
