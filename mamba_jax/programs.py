@@ -215,12 +215,15 @@ class StepPrograms:
             ValueError: a prefill batch of another tile size, or a token that is not in the vocabulary.
         """
         self._check(batch)
+        words = (
+            np.concatenate([pack(batch.decode), pack(batch.prefill)]) if isinstance(batch, MixedBatch) else pack(batch)
+        )
         found: tuple[Store, Rows, Any] = self.cache.run(
             type(batch).__name__,
             (store, rows, batch),
             lambda: self._make(store, rows, batch),
             always=(self._weights,),
-            sends=(store, rows, _words(batch)),
+            sends=(store, rows, words),
             donated=2,
         )
         return found
@@ -287,12 +290,6 @@ class StepPrograms:
 def samples(batch: RowsBatch) -> bool:
     """Whether steps after this change may choose another token than the model's most likely one."""
     return isinstance(batch, MaskBatch) or (isinstance(batch, SeatBatch) and not batch.sampling.is_greedy)
-
-
-def _words(batch: StepBatch) -> np.ndarray:
-    if isinstance(batch, MixedBatch):
-        return np.concatenate([pack(batch.decode), pack(batch.prefill)])
-    return pack(batch)
 
 
 def abstract(tree: Any) -> Any:

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 from jax.experimental.layout import Format, Layout
-from jax.sharding import Sharding
 
 from mamba_jax.config import HybridConfig, StateArray
 from mamba_jax.store import Store, StoreShape, declarations, init_store
@@ -26,27 +25,23 @@ def lanes_of(platform: str) -> int:
     return _LANES.get(platform, 1)
 
 
-def place(array: StateArray, leaf: Any, sharding: Sharding) -> Format | Sharding:
-    """Returns the placement of a store's array: the sharding, with a layout if the array is pinned."""
-    device: Any = next(iter(sharding.device_set))
-    lanes, here = lanes_of(device.platform), sharding.shard_shape(leaf.shape)
-    short = array.padded and here[-1] % lanes
-    if short or replace(array, shape=tuple(here[1:])).copied_by_slots(lanes):
-        return Format(Layout(tuple(range(leaf.ndim))), sharding)
-    return sharding
-
-
 def placed(shape: StoreShape, store: Store, shardings: Store) -> Store:
-    """Returns `place` of every array, given its sharding (None: any)."""
+    """Returns the placement of every array: its given sharding (None: any), with a layout if the array is pinned."""
 
     def of(array: StateArray, leaf: Any, sharding: Any) -> Any:
-        return sharding and place(array, leaf, sharding)
+        if sharding is None:
+            return None
+        device: Any = next(iter(sharding.device_set))
+        lanes, here = lanes_of(device.platform), sharding.shard_shape(leaf.shape)
+        short = array.padded and here[-1] % lanes
+        pinned = short or replace(array, shape=tuple(here[1:])).copied_by_slots(lanes)
+        return Format(Layout(tuple(range(leaf.ndim))), sharding) if pinned else sharding
 
     return jax.tree.map(of, declarations(shape, store), store, shardings)
 
 
 def places(shape: StoreShape, store: Store) -> Store:
-    """Returns `place` of every array for its current sharding: the `out_shardings` of a program that returns the store.
+    """Returns `placed` with every array's current sharding: the `out_shardings` of a program that returns the store.
 
     The value is None for abstract arrays without a sharding.
     """

@@ -30,6 +30,9 @@ def rope_config(
     `share` is the share of each head that is rotated unless `rope_parameters` has another; None: the whole head in
     any case, as in families whose code does not look at it. `theta` is the family's default. `layers` is the kind of
     layers whose positions are read, where `rope_parameters` has an object for each kind.
+
+    Raises:
+        ModelConfigError: the kind of scaling is not supported, or its fields are missing or wrong.
     """
     parameters = _parameters(fields, "rope_parameters") | _parameters(fields, "rope_scaling")
     inner = Fields(_parameters(Fields(parameters), layers) or parameters)
@@ -41,40 +44,27 @@ def rope_config(
         size = head_dim
     else:
         size = int(head_dim * inner.number("partial_rotary_factor", share))
-    return RopeConfig(theta, size) if kind == "default" else _scaled(kind, inner, fields, theta, size)
-
-
-def _parameters(fields: Fields, name: str) -> dict[str, Any]:
-    return {key: value for key, value in fields.mapping(name).items() if value is not None}
-
-
-def _scaled(kind: str, rope: Fields, fields: Fields, theta: float, size: int) -> RopeConfig:
-    """Returns a rotary embedding with the frequencies of one of the known kinds.
-
-    Args:
-        kind: `rope_type`.
-        rope: `rope_parameters`.
-        fields: the config, for `max_position_embeddings`.
-        theta: base of the unscaled frequencies.
-        size: elements of each head that are rotated.
-    Raises:
-        ModelConfigError: the kind is not supported, or its fields are missing or wrong.
-    """
+    if kind == "default":
+        return RopeConfig(theta, size)
     if kind not in _KINDS:
         raise ModelConfigError(f"config field rope_type is {kind!r}: supported are default, {', '.join(_KINDS)}")
     if size % 2:
         raise ModelConfigError(f"rope_type {kind} rotates an odd number of elements, {size}: an even one is expected")
     trained = _positive(fields, "max_position_embeddings")
-    original = fields.given("original_max_position_embeddings") or rope.given("original_max_position_embeddings")
+    original = fields.given("original_max_position_embeddings") or inner.given("original_max_position_embeddings")
     if original is None:
         original = trained
     if isinstance(original, bool) or not isinstance(original, int | float) or original <= 1:
         raise ModelConfigError(f"config field original_max_position_embeddings is {original!r}: a number is expected")
     plain = theta ** (-np.arange(0, size, 2) / size)
-    frequencies, scale, positions = _KINDS[kind](rope, plain, theta, float(trained), float(original))
+    frequencies, scale, positions = _KINDS[kind](inner, plain, theta, float(trained), float(original))
     return RopeConfig(
         theta=theta, size=size, frequencies=tuple(map(float, frequencies)), scale=scale, positions=int(positions)
     )
+
+
+def _parameters(fields: Fields, name: str) -> dict[str, Any]:
+    return {key: value for key, value in fields.mapping(name).items() if value is not None}
 
 
 def _linear(rope: Fields, plain: np.ndarray, theta: float, trained: float, original: float) -> _Scaled:

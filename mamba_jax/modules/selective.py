@@ -69,20 +69,9 @@ class Mamba1(nnx.Module):
         self.out_proj = Linear(inner, hidden_size, bias=config.bias, rngs=rngs, dtype=dtype)
 
     def __call__(self, x: Hidden, layout: Layout, state: SlotArrays | None) -> tuple[Hidden, SlotArrays | None]:
-        xz = self.in_proj(x, layout.adapter)
+        config, xz = self.config, self.in_proj(x, layout.adapter)
         x, z = xz[:, 0], xz[:, 1]
         x, window = self.conv(x, layout, None if state is None else state["conv_x"])
-        dt, b, c = self._gates(x, layout)
-        parameters = {"a": -exp(self.a_log[...]).T, "d": self.d[...]}
-        y, new = layout.run(SELECTIVE, (x, b, c, dt), parameters, None if state is None else state["selective"])
-        y = self.out_proj(gated(y, z), layout.adapter)
-        return y, None if state is None else {"selective": new, "conv_x": window}
-
-    def _gates(
-        self, x: Float[Array, "T inner"], layout: Layout
-    ) -> tuple[Float[Array, "T inner"], Float[Array, "T state"], Float[Array, "T state"]]:
-        """Step sizes in float32, B and C."""
-        config, dtype = self.config, x.dtype
         projected = self.x_proj(x, layout.adapter, out_dtype=jnp.float32)
         if x.shape[1] < config.channels:
             projected = sum_over_devices(projected)
@@ -91,8 +80,12 @@ class Mamba1(nnx.Module):
             dt, b, c = self.dt_norm(dt), self.b_norm(b), self.c_norm(c)
         elif config.norm_eps is not None:
             dt, b, c = (_normed(v, config.norm_eps) for v in (dt, b, c))
-        dt = self.dt_proj(dt.astype(dtype), layout.adapter, out_dtype=jnp.float32)
-        return jnp.maximum(softplus(dt), LEAST_DT), b.astype(dtype), c.astype(dtype)
+        dt = self.dt_proj(dt.astype(x.dtype), layout.adapter, out_dtype=jnp.float32)
+        dt, b, c = jnp.maximum(softplus(dt), LEAST_DT), b.astype(x.dtype), c.astype(x.dtype)
+        parameters = {"a": -exp(self.a_log[...]).T, "d": self.d[...]}
+        y, new = layout.run(SELECTIVE, (x, b, c, dt), parameters, None if state is None else state["selective"])
+        y = self.out_proj(gated(y, z), layout.adapter)
+        return y, None if state is None else {"selective": new, "conv_x": window}
 
 
 def _normed(v: Float[Array, "T size"], eps: float) -> Float[Array, "T size"]:

@@ -19,7 +19,7 @@ from mamba_jax.sharding.across import on_members
 from mamba_jax.sharding.axis import as_first_member, keep_whole
 from mamba_jax.step.decode import DecodeRows
 from mamba_jax.step.prefill import PrefillRows
-from mamba_jax.step.seats import commit, newest, next_drafts, update_page_tables
+from mamba_jax.step.seats import commit, newest, update_page_tables
 from mamba_jax.step.slots import SampledRows, StepHidden
 from mamba_jax.store import Store
 
@@ -82,7 +82,8 @@ def step(
         if source is not None:
             store, rows = propose(source, model, store, rows, emission, part, done, kept)
         output = StepOutput(
-            **emitted, kept=kept, tag_error=done.wrong.any(), proposed=next_drafts(rows, part.row_id),
+            **emitted, kept=kept, tag_error=done.wrong.any(),
+            proposed=rows.drafts[part.row_id] if rows.masks is not None and rows.drafts.shape[1] else None,
             **part.report(model, before, done, max_logprobs),
         )  # fmt: skip
         outputs.append(output)

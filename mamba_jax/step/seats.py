@@ -86,8 +86,3 @@ def commit(
 def newest(emission: Emission) -> Int[Array, " rows"]:
     """Returns the last token that each row emitted; any token for rows that emitted none."""
     return jnp.take_along_axis(emission.tokens, jnp.maximum(emission.count - 1, 0)[:, None], axis=1)[:, 0]
-
-
-def next_drafts(rows: Rows, row_id: Int[Array, " rows"]) -> Int[Array, "rows drafts"] | None:
-    """Returns the drafts that the rows' seats hold now; None where no mask depends on them."""
-    return rows.drafts[row_id] if rows.masks is not None and rows.drafts.shape[1] else None
