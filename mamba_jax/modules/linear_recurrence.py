@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from kernels_pallas.fixed_order import rounded, row_sum, silu
 from kernels_pallas.gated_recurrence import DeltaGates, Mamba2Gates, Projections, gated_scan
-from mamba_jax.config import MambaConfig, need
+from mamba_jax.config import MambaConfig
 from mamba_jax.config.linear_recurrence import DeltaConfig, LightningConfig
 from mamba_jax.layout import Hidden, Inputs, Layout, Parameters, PrefillLayout, SequenceLayout
 from mamba_jax.modules.basic import Linear, LowRank, RMSNorm, Weight, both, constant, initial, scaled
@@ -91,22 +91,16 @@ class Mamba(RecurrentMixer):
         return y, (ssm, conv_x, conv_bc)
 
     def output(self, y: Float[Array, "T inner"], gate: Float[Array, "T inner"]) -> Float[Array, "T inner"]:
-        devices = self.config.inner_size // y.shape[1]
-        if self.norm is not None and self.config.num_groups % devices:
-            return self._norm_over_devices(y, gate, devices)
-        return super().output(y, gate)
-
-    def _norm_over_devices(
-        self, y: Float[Array, "T inner"], z: Float[Array, "T inner"], devices: int
-    ) -> Float[Array, "T inner"]:
-        """As `gated_rms_norm`, for groups whose channels lie on several devices, which add up their squares."""
-        config = self.config
-        gate = silu(z.astype(jnp.float32))
+        config, devices = self.config, self.config.inner_size // y.shape[1]
+        if self.norm is None or config.num_groups % devices == 0:
+            return super().output(y, gate)
+        # As `gated_rms_norm`, for groups whose channels lie on several devices, which add up their squares.
+        gate = silu(gate.astype(jnp.float32))
         value = y.astype(jnp.float32) * (1.0 if config.norm_before_gate else gate)
         own = jnp.arange(config.num_groups) == axis_index() * config.num_groups // devices
         squares = sum_over_devices(jnp.where(own, row_sum(jnp.square(value)), 0))
         mean = rounded(row_sum(jnp.where(own, squares, 0)) / (config.inner_size // config.num_groups))
-        out = value * jax.lax.rsqrt(mean + config.norm_eps) * need(self.norm).weight[...].astype(jnp.float32)
+        out = value * jax.lax.rsqrt(mean + config.norm_eps) * self.norm.weight[...].astype(jnp.float32)
         return (out * gate if config.norm_before_gate else out).astype(y.dtype)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from mamba_jax.config import HybridConfig, need
 from mamba_jax.layout import Hidden, Layout
@@ -33,14 +33,6 @@ class Adapters(nnx.Module):
 
         self.q, self.k, self.v = map(adapter, (attention.num_heads, *[attention.num_kv_heads] * 2))
 
-    def to_attention(
-        self, x: Float[Array, "T inputs"], adapter: Int[Array, " T"] | None
-    ) -> tuple[Array, Array, Array] | None:
-        """Additions to queries, keys and values."""
-        if self.q is None or self.k is None or self.v is None:
-            return None
-        return self.q(x, adapter), self.k(x, adapter), self.v(x, adapter)
-
 
 class SharedBlock(nnx.Module):
     """Attention and MLP over the concatenated hidden state and token embedding, without residual connections."""
@@ -67,7 +59,9 @@ class SharedBlock(nnx.Module):
 
 
 def _attend(modules: Any, layout: Layout, kv: Any, y: Array) -> tuple[Array, Any]:
-    return modules["attention"](y, layout, kv, added=modules["adapters"].to_attention(y, layout.adapter))
+    adapters = modules["adapters"]
+    each = () if adapters.q is None else (adapters.q, adapters.k, adapters.v)
+    return modules["attention"](y, layout, kv, added=tuple(one(y, layout.adapter) for one in each) or None)
 
 
 def _feed(modules: Any, layout: Layout, state: None, y: Array) -> tuple[Array, None]:
