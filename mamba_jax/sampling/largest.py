@@ -79,7 +79,7 @@ def most_likely(
     return best, place if ids is None else jnp.take_along_axis(ids, place, axis=-1)
 
 
-def in_blocks(x: Float[Array, "*rows vocab"], width: int, fill: float = 0.0) -> Float[Array, "*rows blocks width"]:
+def in_blocks(x: Float[Array, "*rows vocab"], width: int, fill: float = 0) -> Float[Array, "*rows blocks width"]:
     """Divides the vocabulary into blocks. The last block is padded."""
     padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % width)]
     return jnp.pad(x, padding, constant_values=fill).reshape(*x.shape[:-1], -1, width)
