@@ -48,7 +48,6 @@ DIMENSIONS = {
     "size": "channels of any array",
     "inputs": "of a product",
     "outputs": "of a product",
-    "both": "a token's embedding and its hidden state, concatenated",
     "width": "inputs of a convolution; one device's part of an axis",
     "heads": "heads of a recurrence, or of queries",
     "q_heads": "heads of queries",

@@ -15,7 +15,7 @@ from kernels_pallas.places import Anchored
 from mamba_jax.batch import DecodeBatch
 from mamba_jax.drafts import mtp
 from mamba_jax.layout.decode import ReplayLayout
-from mamba_jax.sampling import draw_tokens, inputs
+from mamba_jax.sampling import draw_tokens, logits
 from mamba_jax.store import Replay
 from serving.engine.steps import loop
 from serving.engine.steps.batching import BatchBuilder
@@ -135,7 +135,7 @@ def one_draw_for_a_step(sound, asked):
     return seat, jnp.repeat(index.reshape(asked.index.shape)[:, 0], asked.index.shape[1])
 
 
-@fault(24, inputs, "penalize", compiles="decode")
+@fault(24, logits, "penalize", compiles="decode")
 def penalties_overlook_drafts(sound, *args):
     return sound(*args[:-1], args[-1] * 0 - 1)
 
