@@ -15,7 +15,7 @@ from mamba_jax.config import ModelConfigError
 from mamba_jax.drafts import mtp
 from mamba_jax.sharding import CONTEXT, TENSOR, Partition, make_mesh, replica_meshes, use_mesh
 from mamba_jax.sharding.axis import as_first_member
-from mamba_jax.step import heads
+from mamba_jax.step import run as step_module
 from serving import SamplingParams
 from serving.config import ConfigError
 from serving.engine.assembly import build
@@ -149,9 +149,9 @@ def test_members_feed_what_the_first_one_chose(place, monkeypatch, tmp_path):
         emission = choose(*args, **options)
         return dataclasses.replace(emission, tokens=apart(emission.tokens))
 
-    choose, best = heads.choose, mtp._best
+    choose, best = step_module.choose, mtp._best
     if place == "tokens":
-        monkeypatch.setattr(heads, "choose", choose_apart)
+        monkeypatch.setattr(step_module, "choose", choose_apart)
     else:
         monkeypatch.setattr(mtp, "_best", lambda *args: apart(best(*args)))
     case = FAMILIES["qwen3next"]
