@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ from mamba_jax.layout import (
     Transition,
 )
 from mamba_jax.modules.basic import Weight, initial
-from mamba_jax.modules.conv import convolution
+from mamba_jax.modules.conv import Conv, convolution
 from mamba_jax.sharding.axis import axis_index
 from mamba_jax.store import SlotArrays
 
@@ -286,7 +286,7 @@ class RecurrentMixer(nnx.Module):
 
     def weights(self, given: Projections) -> Weights:
         """Returns the weights between the projections, those of this device."""
-        of_values, of_vectors = (getattr(self, name) for name in self.config.arrays[1:])
+        of_values, of_vectors = (cast(Conv, getattr(self, name)) for name in self.config.arrays[1:])
         skip = None if self.d is None else self.d[...]
         return Weights(
             self.a_log[...], self.dt_bias[...], skip, *of_values.own(given.value.shape[1]),
