@@ -25,7 +25,7 @@ from tests.support.models.tiny_configs import EVERYTHING, FOR_ENGINES, SHARED, S
 from tests.support.selection import slow
 
 CONFIGS = {"everything": EVERYTHING, "shared": SHARED} | {
-    name: FOR_ENGINES[name] for name in ("delta", "short_conv", "kimi", "selective")
+    name: FOR_ENGINES[name] for name in ("joined", "kimi", "selective")
 }
 RANK = 3
 
@@ -72,7 +72,7 @@ def runner(model, stacks, tokens, entries):
     return lambda arrays: np.asarray(run(state, arrays, tokens, np.repeat(entries, tokens.shape[1])))
 
 
-QUICK = ("delta", "short_conv")
+QUICK = ("joined",)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_loading_another_adapter_compiles_no_step():
     assert compiled[0] == compiled[1]
 
 
-@pytest.mark.parametrize("name", ["nemotronh", "falconh1", "delta", "short_conv"])
+@pytest.mark.parametrize("name", ["nemotronh", "joined"])
 def test_every_adapter_is_divided_as_its_layer_is(name):
     config, mesh = FOR_ENGINES[name], make_mesh(2)
     values = {path: leaf[...] for path, leaf in parameters(random_model(config)).items()}

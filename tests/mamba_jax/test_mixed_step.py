@@ -39,12 +39,12 @@ def start(config, source, interval):
     ("name", "source", "interval"),
     [
         ("step", None, None),  # its programs also sample
-        pytest.param("falconh1", None, 8, marks=pytest.mark.full),
+        *(pytest.param("joined", None, interval, marks=pytest.mark.full) for interval in (None, 8)),
         pytest.param("smallest", MTPDrafts(), 8, marks=pytest.mark.full),
         pytest.param("smallest", NGramDrafts(1, 4), None, marks=pytest.mark.full),
-        *(pytest.param(name, None, None, marks=pytest.mark.full) for name in ("delta", "selective")),
-        *(slow(name, None, None) for name in ("falconh1", "short_conv", "kimi")),
-        *(slow(name, None, 8) for name in ("step", "delta", "short_conv", "kimi", "selective")),
+        pytest.param("selective", None, None, marks=pytest.mark.full),
+        slow("kimi", None, None),
+        *(slow(name, None, 8) for name in ("step", "kimi", "selective")),
     ],
     ids=str,
 )

@@ -122,7 +122,7 @@ def test_what_is_supported():
     short = ShortConvConfig(channels=20, conv_width=4, bias=True)
     invariant(dataclasses.replace(DENSE, pattern=f"{short.letter}*-", mtp_pattern="", mamba=None, recurrences=(short,)))
     check(Deployment(EngineConfig(schedule_invariant=True), DENSE, "tpu"))
-    for name in ("delta", "kimi", "selective"):
+    for name in ("joined", "kimi", "selective"):
         invariant(FOR_ENGINES[name])
     check(Deployment(EngineConfig(dtype="float16"), DENSE, "tpu", weight_dtypes=frozenset({"float16"})))
     check(Deployment(EngineConfig(**DIVIDED, data_parallel_size=2, enable_lora=True, disk_cache="x"), DENSE, "gpu"))

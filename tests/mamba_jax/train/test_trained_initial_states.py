@@ -16,8 +16,7 @@ from mamba_jax.train.additions import attach, initial_states, new_initial_states
 from tests.support.models.random_models import random_model
 from tests.support.models.tiny_configs import FOR_ENGINES
 
-SLOWER = ("mamba2", "delta", "kimi", "lightning", "selective")
-FAMILIES = ["short_conv", *(pytest.param(name, marks=pytest.mark.full) for name in SLOWER)]
+FAMILIES = ["joined", *(pytest.param(name, marks=pytest.mark.full) for name in ("kimi", "lightning", "selective"))]
 
 
 def random_states(config):
@@ -39,7 +38,7 @@ def written(values, config, path):
 def test_training_starts_from_the_state_that_a_prefill_reads(name, tmp_path):
     # Without attention, a prefill that reads a slot does not depend on positions.
     config = FOR_ENGINES[name]
-    config = dataclasses.replace(config, pattern=re.sub("[*L]", "", config.pattern), mtp_pattern="")
+    config = dataclasses.replace(config, pattern=re.sub("[*L]", "", config.pattern.replace("P", "M")), mtp_pattern="")
     model, values = random_model(config), random_states(config)
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, config.vocab_size, 2 * 7))
     plain = SequenceLayout.of(2, 7)
@@ -73,7 +72,7 @@ def test_training_starts_from_the_state_that_a_prefill_reads(name, tmp_path):
 def test_windows_are_trained_only_if_requested():
     config = FOR_ENGINES["nemotronh"]
     assert {path.rpartition(".")[2] for path in new_initial_states(config)} == {"ssm"}
-    config = FOR_ENGINES["short_conv"]
+    config = FOR_ENGINES["windowed"]
     with pytest.raises(ModelConfigError, match=r"no recurrent states; train the windows .* \(--windows\)"):
         new_initial_states(config)
     assert {path.rpartition(".")[2] for path in new_initial_states(config, windows=True)} == {"conv"}

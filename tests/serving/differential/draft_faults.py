@@ -289,9 +289,9 @@ def rings_too_short(sound, self: Any, array: Any):
     return sound(self, array) if array.last is None else 1 << (array.last - 1).bit_length()
 
 
-@replay_fault(43, convolution, "write_ring", compiles="decode")
-def appended_too_far(sound, ring, values, tail_id, position, valid):
-    return sound(ring, values, tail_id, position + 1, valid)
+@replay_fault(43, convolution, "append", compiles="decode")
+def appended_too_far(sound, rings, new, places):
+    return sound(rings, new, dataclasses.replace(places, length=places.length + 1))
 
 
 @replay_fault(44, ReplayLayout, "from_anchor", compiles="decode")
@@ -304,9 +304,9 @@ def tails_by_place(sound, *, tail_id, **rows):
     return sound(tail_id=1 + jnp.arange(len(tail_id)), **rows)
 
 
-@replay_fault(46, convolution, "write_ring", compiles="decode")
-def drafts_are_not_appended(sound, ring, values, tail_id, position, valid):
-    return sound(ring, values, tail_id, position, valid & (jnp.arange(valid.shape[1]) == 0))
+@replay_fault(46, convolution, "append", compiles="decode")
+def drafts_are_not_appended(sound, rings, new, places):
+    return sound(rings, new, dataclasses.replace(places, num_tokens=jnp.minimum(places.num_tokens, 1)))
 
 
 # -- windows --

@@ -33,7 +33,7 @@ COMMON = (
     "page_copies", "full_hits", "cached_tokens",
 )  # fmt: skip
 REACHED = (
-    *COMMON, "nemotronh", "mamba2", "falconh1", "delta", "short_conv", "kimi", "lightning", "selective", "debug",
+    *COMMON, "nemotronh", "mamba2", "joined", "kimi", "lightning", "selective", "debug",
     "prompt_logprobs", *SAMPLINGS, "stop text",
 )  # fmt: skip
 REACHED_WITH_DRAFTS = (
@@ -44,10 +44,10 @@ FEW = ("align", "all", "aborted", "failures", "full_hits", "page_copies", "cache
 """What a handful of traces meets, too."""
 WITH_DRAFTER = ("none", "align", "all", "preemptions", "full_hits", "cached_tokens", "layer", "drafted mtp")
 SPLIT = (
-    "none", "align", "all", "nemotronh", "falconh1", "full", "recompute-last", "arrived", "failed", "late", "spared",
+    "none", "align", "all", "nemotronh", "joined", "full", "recompute-last", "arrived", "failed", "late", "spared",
     "pages_spared", "aborted", "withdrawn", "failures", "preemptions", "stores lost there", "taken back",
 )  # fmt: skip
-MODELS = ("nemotronh", "mamba2", "falconh1", "delta", "short_conv", "kimi", "lightning", "selective")
+MODELS = ("nemotronh", "mamba2", "joined", "kimi", "lightning", "selective")
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +144,7 @@ CASES = [
     case("replay, drafts", 50_000_000, 30, (*COMMON, *ANCHORS, "drafts_cut", "layer"), drafts=True, model="nemotronh",
          **REPLAY),
     # Tails of the delta rule hold what a token added to the state, found as it was absorbed.
-    case("replay, drafts, delta", 51_000_000, 25, (*COMMON, *ANCHORS, "layer"), drafts=True, model="delta", **REPLAY),
+    case("replay, drafts, joined", 51_000_000, 25, (*COMMON, *ANCHORS, "layer"), drafts=True, model="joined", **REPLAY),
     # Decays by channel, fixed decays, and decays for each channel and entry, which the replay computes again.
     *(
         case(f"replay, drafts, {model}", first, 8, (*FEW, *ANCHORS), drafts=True, model=model, mark=mark, **REPLAY)
@@ -160,7 +160,7 @@ CASES = [
         case(f"mixed steps, replay {replay}, {model}", 61_000_000, 10, (), mark=mark, mixed=True, model=model,
              replay=replay)
         for model in MODELS
-        for replay, mark in ((None, FULL if model in ("delta", "kimi") else SLOW), (8, SLOW))
+        for replay, mark in ((None, FULL if model in ("joined", "kimi") else SLOW), (8, SLOW))
     ),
     *(
         case(f"mixed steps, drafts, replay {replay}", 62_000_000, 30, ("all", "full_hits", "layer"), mark=mark,
@@ -190,14 +190,14 @@ CASES = [
     *(
         adapted(model, 71_000_000, 60, (*FEW_ADAPTED, "none", "align", "all", "aborted", "failures", "preemptions",
                                         "states_evicted", "pages_evicted"), model=model,
-                mark=FULL if model == "delta" else SLOW)
-        for model in ("nemotronh", "falconh1", "delta", "short_conv", "kimi")
+                mark=FULL if model == "joined" else SLOW)
+        for model in ("nemotronh", "joined", "kimi")
     ),
     # Another engine with the same adapters computes most prompts.
     adapted("split, a few", 76_000_000, 6, ARRIVED, split=True, model=SMALLEST),
     *(
         adapted(f"split, {model}", 77_000_000, 30, (*ARRIVED, "failed", "aborted"), split=True, model=model, mark=SLOW)
-        for model in ("nemotronh", "delta")
+        for model in ("nemotronh", "joined")
     ),
     # Not from 72_000_000: with seed 72_000_018, a drawn number is within 3e-8 of the bound between two tokens.
     *(
@@ -207,21 +207,20 @@ CASES = [
     ),
     *(
         adapted(f"replay, {model}, mixed {mixed}", 73_000_000, 40, (*FEW_ADAPTED, *ANCHORS), model=model, mixed=mixed,
-                mark=FULL if (model, mixed) == ("delta", False) else SLOW, **REPLAY)
-        for model in ("nemotronh", "delta")
+                mark=FULL if (model, mixed) == ("joined", False) else SLOW, **REPLAY)
+        for model in ("nemotronh", "joined")
         for mixed in (False, True)
     ),
     # Steps of invariant engines have several shapes.
     *(
-        bits(model, ("float32", "bfloat16")[number % 2], 5, *reached,
-             tier=SLOW if model in ("falconh1", "short_conv") else FULL, **how)
+        bits(model, ("float32", "bfloat16")[number % 2], 5, *reached, **how)
         for number, model in enumerate(INVARIANT_MODELS)
         for reached, how in (((), {}), (("arrived",), {"split": True}))
     ),
     bits(SMALLEST, "bfloat16", 10, *(f"accepted {source}" for source in ("mtp", "ngram", "right", "mixed")),
          drafts=True),
-    bits("delta", "float32", 4, "mixed", mixed=True),
-    bits("nemotronh", "bfloat16", 5, "lora", adapters=True),
+    bits("joined", "float32", 4, "mixed", mixed=True),
+    bits("joined", "bfloat16", 5, "lora", adapters=True),
 ]  # fmt: skip
 
 
@@ -235,17 +234,17 @@ def test_traces_of_other_kinds(
     assert ties or not met["cut"]
     if "two members" in (model := how.get("model", "")):
         cache = engines_of(model).programs.cache
-        divided = [" all-to-all(" in compiled.as_text() for name, compiled in cache if name == "PrefillBatch"]
-        assert sorted(divided) == ([False, True] if engines_of(model).invariant else [True])
+        divided = {" all-to-all(" in compiled.as_text() for name, compiled in cache if name == "PrefillBatch"}
+        assert divided == ({False, True} if engines_of(model).invariant else {True})
 
 
-RECURRENCES = ("nemotronh", "delta", "kimi", "lightning", "selective")
+RECURRENCES = ("nemotronh", "joined", "kimi", "lightning", "selective")
 MORE = [
     *(({"model": model, "replay": replay}, 1_000, 150) for model in MODELS for replay in (2, 4, 8, 16, 32, 64)),
     # Up to R / 2 - 1 drafts, and never more than 5; requests have 0, 1, 3 and 5 of them and other numbers.
     *(
         ({"model": model, "replay": replay, "drafts": True}, 50_001_000, 100)
-        for model in (*RECURRENCES, "falconh1")
+        for model in RECURRENCES
         for replay in (4, 8, 16, 32, 64)
     ),
     *(

@@ -37,12 +37,12 @@ from tests.support.models.tiny_configs import ENGINE_VOCAB
 
 PREFIXES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 40, 48, 49)
 TAILS = (0, 0, 1, 3, 10)
-MODELS = ("nemotronh", "lightning", "mamba2", "falconh1", "delta", "short_conv", "kimi", "selective")
+MODELS = ("nemotronh", "lightning", "mamba2", "joined", "kimi", "selective")
 COUNTED = (
     "preemptions", "withdrawn", "states_evicted", "pages_evicted", "page_copies", "full_hits", "cached_tokens",
     "drafts_cut", "anchors",
 )  # fmt: skip
-DRAFTING_MODELS = ("nemotronh", "nemotronh", "falconh1", "delta")
+DRAFTING_MODELS = ("nemotronh", "joined")
 
 
 @dataclass

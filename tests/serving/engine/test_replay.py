@@ -33,7 +33,7 @@ def test_a_state_that_cannot_be_replayed_refuses_and_is_not_chosen():
     assert "chosen: the state 'ssm' cannot be replayed" in found.notice
 
 
-@pytest.mark.parametrize("model", ["nemotronh", "falconh1", "delta", "short_conv", "kimi", "lightning", "selective"])
+@pytest.mark.parametrize("model", ["nemotronh", "joined", "kimi", "lightning", "selective"])
 def test_what_is_asked_for(model):
     shape = StoreShape.of(FOR_ENGINES[model])
     assert resolved(shape, replay_interval=16, num_speculative_tokens=3).replay == Replay(16, 3)
@@ -86,7 +86,7 @@ def test_gated_delta_nets_are_replayed_with_drafts(model, platform):
 
 @pytest.mark.parametrize(("state", "lacks"), [("ssm", set()), ("delta", {"cpu"})])
 def test_kernels_are_declared_as_they_are(state, lacks):
-    shapes = (StoreShape.of(FOR_ENGINES["delta"]), SHAPE)
+    shapes = (StoreShape.of(FOR_ENGINES["joined"]), SHAPE)
     (declared,) = {shape.arrays[state].replay_kernels for shape in shapes if state in shape.arrays}
     assert set(declared) == {each.platform for each in REPLAY} - lacks - {None}
 

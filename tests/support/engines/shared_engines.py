@@ -61,9 +61,7 @@ SAMPLED = "nemotronh"
 TAGGED = {
     "nemotronh": (False, True),
     "mamba2": (True,),
-    "falconh1": (False,),
-    "delta": (False,),
-    "short_conv": (False,),
+    "joined": (False,),
     "kimi": (False,),
     "lightning": (False,),
     "selective": (False,),
@@ -95,13 +93,13 @@ class Variant:
 
 MEMBERS = "two members of two devices, invariant"
 VARIANTS = {
-    "fp8 pages": Variant("falconh1", {"kv_cache_dtype": "fp8"}, 5e-3, 0.3),
-    "bfloat16 states": Variant("falconh1", {"ssm_dtype": "bfloat16"}, 2e-2, 5e-2),
-    "float16 states": Variant("falconh1", {"ssm_dtype": "float16"}, 4e-3, 1e-2),
-    "two members": Variant("delta", {"context_parallel_size": 2}, TOLERANCE, TOLERANCE),
+    "fp8 pages": Variant("joined", {"kv_cache_dtype": "fp8"}, 5e-3, 0.3),
+    "bfloat16 states": Variant("joined", {"ssm_dtype": "bfloat16"}, 2e-2, 5e-2),
+    "float16 states": Variant("joined", {"ssm_dtype": "float16"}, 4e-3, 1e-2),
+    "two members": Variant("joined", {"context_parallel_size": 2}, TOLERANCE, TOLERANCE),
     # The training forward does not merge parts of attention.
     MEMBERS: Variant(
-        "delta", {"context_parallel_size": 2, "tensor_parallel_size": 2, "schedule_invariant": True}, 0.0, TOLERANCE
+        "joined", {"context_parallel_size": 2, "tensor_parallel_size": 2, "schedule_invariant": True}, 0.0, TOLERANCE
     ),
 }
 EXACT = {
@@ -110,7 +108,7 @@ EXACT = {
 }
 """Whose states are rounded every so many tokens, and so depend on nothing else."""
 LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 4, "max_initial_states": 2}
-INVARIANT_MODELS = ("nemotronh", "experts", "falconh1", "delta", "short_conv", "kimi", "selective")
+INVARIANT_MODELS = ("joined", "experts", "kimi", "selective")
 INVARIANT = {
     f"{name}, invariant {dtype}": Variant(name, {"schedule_invariant": True}, 0.0, 0.0, jnp.dtype(dtype))
     for name in (*INVARIANT_MODELS, "smallest")
@@ -118,8 +116,7 @@ INVARIANT = {
 }
 """Whose log-probabilities have the same bits in every schedule, and in the training forward."""
 ADAPTED = {
-    f"{name}, adapters": Variant(name, LORA, 1e-4, 1e-4)
-    for name in ("nemotronh", "falconh1", "delta", "short_conv", "kimi", "smallest")
+    f"{name}, adapters": Variant(name, LORA, 1e-4, 1e-4) for name in ("nemotronh", "joined", "kimi", "smallest")
 } | {
     f"{name}, adapters": replace(variant, flags=variant.flags | LORA)
     for name, variant in [*INVARIANT.items(), (MEMBERS, VARIANTS[MEMBERS])]

@@ -89,7 +89,7 @@ FLASH = BlockConfig(
 )  # fmt: skip
 
 FOR_ENGINES = {
-    # The kinds of layers of NemotronH, of plain Mamba2, and of FalconH1: apart, without attention, side by side.
+    # The kinds of layers of NemotronH, and of plain Mamba2, which has no attention.
     "nemotronh": _for_engines("M*-M", mtp_pattern="*-"),
     "mamba2": _for_engines("MMM"),
     # Routed experts over latents and a shared one, as in Nemotron 3.
@@ -98,22 +98,18 @@ FOR_ENGINES = {
     "dflash": replace(_for_engines("M*-M"), drafter=FLASH),
     # A separate drafter, whose keys have another shape, on a model that has attention.
     "eagle3": replace(_for_engines("M*-M"), drafter=EAGLE),
-    "falconh1": _for_engines(
-        "P-P",
-        attention=replace(_ENGINE_ATTENTION, num_kv_heads=1, scale=0.3, rope=RopeConfig(theta=100.0, size=8)),
-        mlp=replace(_ENGINE_MLP, activation="silu", gated=True),
-    ),
-    # Gated delta nets and gated attention, as in Qwen3.5.
-    "delta": _for_engines(
-        "D*-D",
+    # The kinds of layers whose states may lie in one store: Mamba2 and attention side by side as in FalconH1, gated
+    # delta nets and gated attention as in Qwen3.5, short convolutions as in LFM2.
+    "joined": _for_engines(
+        "PDC*-",
         DeltaConfig(num_heads=4, head_dim=8, state_size=12, num_groups=2, conv_width=4, norm_eps=1e-5),
+        ShortConvConfig(channels=ENGINE_HIDDEN, conv_width=3),
         attention=replace(
             _ENGINE_ATTENTION, rope=RopeConfig(theta=100.0, size=4), qk_norm=QKNormConfig(1e-5), output_gate=True
         ),
+        mlp=replace(_ENGINE_MLP, activation="silu", gated=True),
         mtp_pattern="*-",
     ),
-    # Short convolutions and attention, as in LFM2.
-    "short_conv": _for_engines("C*C-", ShortConvConfig(channels=ENGINE_HIDDEN, conv_width=3)),
     # Short convolutions, attention to a window and to everything, and norms of outputs, as in LFM3.
     "windowed": _for_engines(
         "CW-*",
