@@ -40,7 +40,8 @@ class Fields:
 
     def integer(self, name: str, default: int, *aliases: str) -> int:
         """Returns a whole number."""
-        return int(self._checked("a whole number", _is_whole, default, name, *aliases))
+        value = self._checked("a whole number", _is_whole, default, name, *aliases)
+        return default if value is None else int(value)
 
     def number(self, name: str, default: float, *aliases: str) -> float:
         """Returns a number, possibly infinite."""
