@@ -242,8 +242,9 @@ def test_a_query_keeps_its_bits_in_blocks_and_tables_of_any_size(platform, membe
     with KernelChoice(platform="cpu").applied():
         ordinary = np.asarray(jax.jit(attend)(q.reshape(3, 100, heads, 6), position.reshape(3, 100), table))
     np.testing.assert_allclose(whole, ordinary.reshape(q.shape), rtol=1e-5, atol=1e-5)
-    singles = run(attend, q[:, None], position[:, None], table)
-    np.testing.assert_array_equal(singles[:, 0], whole)
+    alone = position if platform == "cpu" else np.array([0, 7, 8, 127, 128, 255, 256, 299])
+    singles = run(attend, q[alone, None], alone[:, None], table)
+    np.testing.assert_array_equal(singles[:, 0], whole[alone])
     for last in (7, 127, 128, 200):
         few = run(
             attend, q[None, last - 3 : last + 1], position[None, last - 3 : last + 1], table[:, : last // page + 1]
