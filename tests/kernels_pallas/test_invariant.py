@@ -32,7 +32,8 @@ from mamba_jax.config import RopeConfig
 from mamba_jax.modules.attention import rotate, rotations
 from mamba_jax.modules.basic import scaled
 from mamba_jax.sampling import sampling_row
-from mamba_jax.sampling.draw_tokens import in_blocks
+from mamba_jax.sampling.draw_tokens import BLOCK
+from mamba_jax.sampling.largest import in_blocks
 from mamba_jax.sampling.logits import penalize, truncate, weights_of
 from tests.support.engines.engines import OPTIMIZED
 
@@ -383,7 +384,7 @@ def test_weights_of_draws_do_not_depend_on_other_rows(count, vocab):
         drafts = jnp.zeros((logits.shape[0], 0), jnp.int32)
         logits = penalize(logits, table, counts, counts > 2, drafts)
         chosen = truncate(weights_of(logits, table.temperature), table)
-        return chosen, fixed_order.row_sum(in_blocks(chosen))
+        return chosen, fixed_order.row_sum(in_blocks(chosen, BLOCK))
 
     together = run(weights, logits, table, counts)
     for first, last in ((0, 1), (3, 4), (2, 5), (1, 9)):
