@@ -2,12 +2,12 @@
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from serving.core.cache.eviction_queue import ABSENT_SECONDS
 from serving.core.cache.retention import Mark, merged
 from serving.core.config import SchedulerConfig
-from serving.core.errors import ConfigError, FinishReason, RequestError
+from serving.core.errors import FinishReason, RequestError
 from serving.core.planning.plan import DecodeRow, Row, StepPlan, StepResult
 from serving.core.requests.drafts import AdaptiveDrafts, DraftPolicy
 from serving.core.requests.request import Request
@@ -74,27 +74,20 @@ class _RandomDrafts(DraftPolicy):
         return self._rng.randrange(-1, self.most + 3)
 
 
-def _draft_policy(kind: str, config: SchedulerConfig, rng: random.Random) -> DraftPolicy:
-    most = config.num_speculative_tokens
-    if kind == "random":
-        return _RandomDrafts(most, rng)
-    return AdaptiveDrafts(most, knee=rng.choice([1, 8, 100])) if kind == "adaptive" else DraftPolicy(most)
-
-
 class Run:
     """A schedule under way."""
 
     salts: Sequence[str | None] = (None, None, None, "salt")
     """Of requests."""
 
-    def __init__(
-        self, seed: int, *, scheduler: type[Scheduler] = Scheduler, config: SchedulerConfig | None = None
-    ) -> None:
+    def __init__(self, seed: int, *, scheduler: type[Scheduler] = Scheduler) -> None:
         self.rng = rng = random.Random(seed)
-        self.config = config if config is not None else random_config(rng)
-        drafting = rng.choice(["all", "random", "random"]) if seed % 11 != 7 else "adaptive"
-        self.now = 0.0
-        drafts = _draft_policy(drafting, self.config, rng)
+        self.config = random_config(rng)
+        self.now, most = 0.0, self.config.num_speculative_tokens
+        if seed % 11 == 7:
+            drafts: DraftPolicy = AdaptiveDrafts(most, knee=rng.choice([1, 8, 100]))
+        else:
+            drafts = rng.choice([DraftPolicy(most), _RandomDrafts(most, rng), _RandomDrafts(most, rng)])
         self.scheduler = scheduler(self.config, drafts=drafts, clock=lambda: self.now)
         self.device = Device(self.config, Model(rng.choice([2, 4, 9])), rng, rng.choice([0.0, 0.5, 0.8, 1.0]))
         self.trouble = rng.choice([0.0, 0.0, 0.03, 0.15])
@@ -342,35 +335,29 @@ class Run:
 
     def _cover(self) -> None:
         stats = self.scheduler.stats()
-        for key in (
-            "preemptions",
-            "displacements",
-            "full_hits",
-            "page_copies",
-            "states_evicted",
-            "pages_evicted",
-            "accepted_tokens",
-            "boundaries_not_kept",
-            "drafts_cut",
-            "anchors",
-            "cached_tokens",
-            "resets",
-            "weight_changes",
-            "rows_stalled",
-        ):
-            self.coverage[key] += stats[key]
+        self.coverage.update({name: count for name, count in stats.items() if isinstance(count, int)})
         for reason, count in stats["misses"].items():
             self.coverage[f"miss {reason}"] += count
 
 
-def run_seed(seed: int, *, scheduler: type[Scheduler] = Scheduler) -> Counter[str]:
+def run_seed(seed: int, kind: type[Run] = Run) -> Counter[str]:
     """One schedule; returns what it met. A failure names the seed."""
     try:
-        run = Run(seed, scheduler=scheduler)
+        run = kind(seed)
         run.run()
-    except ConfigError:
-        raise
     except Exception as error:
         error.add_note(f"seed {seed}")
         raise
     return run.coverage
+
+
+def run_seeds(run: Callable[[int], Counter[str]], seeds: Sequence[int], reached: Sequence[str] = ()) -> Counter[str]:
+    """What the schedules, or traces, of these seeds meet together. All of `reached` must be in it."""
+    print("seeds", *seeds[:1], "to", *seeds[-1:])
+    met: Counter[str] = Counter()
+    for seed in seeds:
+        met += run(seed)
+    print(dict(sorted(met.items())))
+    missing = [name for name in reached if not met[name]]
+    assert not missing, f"never met: {missing}"
+    return met

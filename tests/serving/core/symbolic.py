@@ -11,6 +11,7 @@ programs and rows that a real device might choose; their results are kept back u
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from serving.core.cache.content import Scope
 from serving.core.cache.prefix_tree import Node
@@ -53,7 +54,8 @@ class Device:
         self.slots: list[tuple[int, int]] = [(JUNK, JUNK)] * config.num_slots
         self.pages: list[list[int]] = [[JUNK] * config.page_size for _ in range(config.num_pages)]
         self.rows = [DeviceRow() for _ in range(config.num_rows + 1)]
-        size = tail_length(config)
+        # A tail has tokens since the anchor and those of one step.
+        size = 1 << (config.replay_interval + config.num_speculative_tokens - 1).bit_length()
         self.tails: list[list[int]] = [[JUNK] * size for _ in self.rows]
 
     def change_weights(self) -> None:
@@ -173,10 +175,7 @@ class Device:
         else:
             digest = start_digest(Scope(request.cache_salt, self.weights))
         fed = row.num_tokens
-        states = []
-        for t in range(fed):
-            digest = absorb(digest, tokens[t])
-            states.append(digest)
+        states = list(accumulate(tokens, absorb, initial=digest))[1:]
         certain = row.certain
         expect(list(tokens[:certain]) == truth.tokens[start : start + certain], "wrong tokens", row)
         self._write_pages(row, start, states, scheduler)
@@ -288,7 +287,7 @@ class Device:
         end = min(end, row.request.max_total - 1)
         digests = truth.digests
         for at in range(0, end, size):
-            page = row.pages[at // size] if at // size < len(row.pages) else 0
+            page = self._page_at(row, at)
             members = self.config.context_members
             owner = page * members // self.config.num_pages
             expect(not page or owner == at // size % members, "a page of another member", page, row)
@@ -315,9 +314,7 @@ class Device:
                     expect(pool.owners[node.page] is node, "a page in the index is not its own", node.page)
                     pages_found.append(node.page)
                 for tail, entry in node.states.items():
-                    ends = list(digests[-1:])
-                    for token in tail:
-                        ends.append(absorb(ends[-1], token))
+                    ends = list(accumulate(tail, absorb, initial=digests[-1]))
                     expect(entry.position == len(digests) - 1 + len(tail), "position of a state", entry.position)
                     found = self.slots[entry.slot]
                     expect(found == (entry.position, ends[-1]), "a state in the index is wrong", entry.slot, found)
@@ -327,15 +324,7 @@ class Device:
                         pages_found.append(entry.page)
                         expect(self.pages[entry.page][: len(tail)] == ends[1:], "a tail's page is wrong", entry.page)
                 for key, child in node.children.items():
-                    more = list(digests)
-                    for token in key:
-                        more.append(absorb(more[-1], token))
-                    stack.append((child, more))
+                    stack.append((child, digests[:-1] + list(accumulate(key, absorb, initial=digests[-1]))))
         for name, owners, found in (("slot", slots.owners, slots_found), ("page", pool.owners, pages_found)):
             owned = [i for i, owner in enumerate(owners) if owner is not None]
             expect(sorted(found) == owned, f"a published {name} cannot be found", found, owned)
-
-
-def tail_length(config: SchedulerConfig) -> int:
-    """Tokens of a tail: since the anchor and of one step, rounded up to a power of two."""
-    return 1 << (config.replay_interval + config.num_speculative_tokens - 1).bit_length()

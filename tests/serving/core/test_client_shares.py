@@ -87,9 +87,7 @@ def compare(machine: Machine, attack, *, fresh: bool) -> None:
     alone = server.gaps(victim, 100)[10:]
     if fresh:
         server = Server(machine)
-        for _ in range(60):
-            attack(server)
-            server.step()
+        server.gaps(victim, 60, lambda: attack(server))
         victim = server.ask("victim")
     gaps = server.gaps(victim, 300, lambda: attack(server))[50:]
     assert sum(gaps) / len(gaps) <= 2 * statistics.mean(alone) / 0.8
@@ -227,6 +225,5 @@ def test_one_client_is_served_as_before_whatever_others_did() -> None:
     for request in list(server.loop.scheduler.queues.unfinished.values()):
         server.loop.scheduler.abort(request.request_id)
     long = server.ask("attacker", 1000, 1)
-    for _ in range(4):
-        server.loop.step()  # the first one settles the last step
+    server.loop.steps(4)  # the first one settles the last step
     assert long.progress.num_computed or long.finished

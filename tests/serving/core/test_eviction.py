@@ -34,14 +34,11 @@ def test_all_cached_prefixes_can_be_dropped_at_any_time(seed: int, pages: int) -
         for _ in range(3):
             prompt = [pick.randrange(1, 3)] * pick.randrange(1, 20)
             requests.append(loop.add(prompt, max_tokens=pick.randrange(1, 9)))
-        for _ in range(pick.randrange(12)):
-            loop.step()
+        loop.steps(pick.randrange(12))
         loop.scheduler.drop_cached()
         loop.scheduler.check()
         assert loop.positions() == []
     loop.finish()
-    for request in requests:
-        loop.check_output(request)
     loop.scheduler.drop_cached()
     loop.scheduler.check(idle=True)
     again = loop.run(requests[0].tokens[: requests[0].prompt_len], max_tokens=1)
@@ -51,19 +48,14 @@ def test_all_cached_prefixes_can_be_dropped_at_any_time(seed: int, pages: int) -
 def test_interior_states_go_before_the_end_of_an_older_chain() -> None:
     loop = Loop(num_slots=8, max_num_seqs=1)
     old, new = [1] * 3, [2] * 17
-    loop.run(old, max_tokens=1)
-    loop.run(new, max_tokens=1)
-    for token in (3, 4):
-        loop.run([token] * 3, max_tokens=1)
+    loop.run_each([old, new, [3] * 3, [4] * 3])
     assert kept(loop, old) == [3]
     assert kept(loop, new)[-2:] == [16, 17]
 
 
 def test_a_branch_is_not_interior() -> None:
     loop = Loop(num_slots=40, max_num_seqs=1)
-    stem = [1] * 8
-    for branch in (2, 3):
-        loop.run([*stem, *[branch] * 8], max_tokens=1)
+    loop.run_each([1] * 8 + [branch] * 8 for branch in (2, 3))
     ranks = {entry.position: entry.rank for entry in loop.entries() if entry.tail == ()}
     assert ranks[4] == 0
     assert ranks[8] > ranks[4]
@@ -72,9 +64,7 @@ def test_a_branch_is_not_interior() -> None:
 def test_least_recently_used_among_equals() -> None:
     loop = Loop(num_slots=5, max_num_seqs=1)
     a, b, c = [1] * 3, [2] * 3, [3] * 3
-    for prompt in (a, b, a, c):
-        loop.run(prompt, max_tokens=1)
-    loop.run([4] * 3, max_tokens=1)
+    loop.run_each([a, b, a, c, [4] * 3])
     assert [bool(kept(loop, prompt)) for prompt in (a, b, c)] == [True, False, True]
 
 
@@ -92,8 +82,7 @@ def test_pages_go_tails_first_and_take_their_states_along() -> None:
 def test_a_modest_state_displaces_nothing_of_worth() -> None:
     loop = Loop(num_slots=7, max_num_seqs=1)
     ends = [[token] * 3 for token in range(5)]
-    for prompt in ends[:4]:
-        loop.run(prompt, max_tokens=1)
+    loop.run_each(ends[:4])
     # Two slots are free, for the row and for its prompt's end; only the last boundary displaces a state.
     loop.run([9] * 19, max_tokens=1)
     assert kept(loop, [9] * 19) == [16, 19]
@@ -102,8 +91,7 @@ def test_a_modest_state_displaces_nothing_of_worth() -> None:
 
 def test_checkpoints_never_block_admission() -> None:
     loop = Loop(num_slots=5, max_num_seqs=4)
-    for token in range(6):
-        loop.run([token] * 9, max_tokens=1)
+    loop.run_each([token] * 9 for token in range(6))
     requests = [loop.add([10 + token] * 3, max_tokens=4) for token in range(4)]
     loop.step()
     assert all(request.progress.row_id for request in requests)
@@ -156,19 +144,16 @@ def test_a_prompt_end_that_a_conversation_went_on_from_goes_before_other_ends() 
 def test_a_prompt_that_is_asked_again_and_again_is_not_passed() -> None:
     loop = Loop(num_slots=6, max_num_seqs=1)
     prompt = [1] * 3
-    for _ in range(3):
-        # Its answer crosses a boundary, so that there is a deeper state.
-        loop.run(prompt, max_tokens=8)
-    for token in range(4):
-        loop.run([token + 4] * 2, max_tokens=1)
+    # Its answer crosses a boundary, so that there is a deeper state.
+    loop.run_each([prompt] * 3, max_tokens=8)
+    loop.run_each([token + 4] * 2 for token in range(4))
     assert asked_again(loop, prompt) == 3
 
 
 def test_what_many_begin_with_outlives_how_they_end() -> None:
     loop = Loop(num_slots=7, max_num_seqs=1)
     system = [1] * 16
-    for token in range(4):
-        loop.run([*system, token + 2], max_tokens=1)
+    loop.run_each([*system, token + 2] for token in range(4))
     for token in range(40):
         loop.run([token + 30] * 2, max_tokens=1)
         if token % 10 == 9:
@@ -178,11 +163,9 @@ def test_what_many_begin_with_outlives_how_they_end() -> None:
 def test_nothing_stays_unused_for_ever() -> None:
     loop = Loop(num_slots=7, num_pages=0, max_num_seqs=1)
     system = [1] * 16
-    for token in range(4):
-        loop.run([*system, token + 2], max_tokens=1)
+    loop.run_each([*system, token + 2] for token in range(4))
     assert asked_again(loop, [*system, 20]) == 16
-    for token in range(150):
-        loop.run([token + 30] * 12, max_tokens=1)
+    loop.run_each([token + 30] * 12 for token in range(150))
     assert asked_again(loop, [*system, 21]) == 0
 
 
@@ -207,8 +190,7 @@ def test_a_request_that_could_not_be_admitted_is_no_hit() -> None:
 
 def flood(loop: Loop, turns: int, client: str | None = "attacker", length: int = 6) -> None:
     """A stream of fresh prompts."""
-    for n in range(100, 100 + turns):
-        loop.run([n] * length, max_tokens=2, client=client)
+    loop.run_each(([n] * length for n in range(100, 100 + turns)), max_tokens=2, client=client)
 
 
 @pytest.mark.parametrize("sizes", [{"num_slots": 24}, {"num_pages": 40}, {"num_slots": 24, "num_pages": 0}], ids=str)
@@ -240,8 +222,7 @@ def pages_of(loop: Loop, client: str | None) -> int:
 def test_the_most_valuable_states_of_clients_are_named_in_turn() -> None:
     loop = Loop(cache_mode="align")
     for client, prompts in {"many": range(5), "one": [7]}.items():
-        for token in prompts:
-            loop.run([token] * 3, max_tokens=1, client=client)
+        loop.run_each(([token] * 3 for token in prompts), client=client)
     assert sorted(str(entry.client) for entry in loop.index.by_worth()[:2]) == ["many", "one"]
 
 
@@ -280,8 +261,7 @@ def test_an_absent_client_gives_up_whole_chains(sizes: dict[str, int]) -> None:
     """Evicting an entry changes the places of those above it, which is no use of them."""
     now = [0.0]
     loop = Loop(max_num_seqs=1, clock=lambda: now[0], **sizes)
-    for tokens in ([1] * 24, [1] * 24 + [3] * 10):
-        loop.run(tokens, max_tokens=1, client="absent")
+    loop.run_each([[1] * 24, [1] * 24 + [3] * 10], client="absent")
     flood(loop, 30)
     assert len(positions(loop, "absent")) > 3
     now[0] = ABSENT_SECONDS + 1
@@ -298,16 +278,14 @@ def test_pages_of_replaced_weights_go_first(clients: list[str | None]) -> None:
         loop.run([n, 5, 6, 7, 8, 9], max_tokens=1, client=clients[n % len(clients)])
     assert sum(map(partial(pages_of, loop), clients)) == 100
     loop.change_weights()
-    for n in range(60):
-        loop.run([n, 5, 6, 7, 8, 9], max_tokens=1, client="z")
+    loop.run_each(([n, 5, 6, 7, 8, 9] for n in range(60)), client="z")
     assert pages_of(loop, "z") == 100
 
 
 def test_nothing_is_evicted_for_a_member_that_has_nothing_cached() -> None:
     """All pages of one member of context parallelism are in use: evicting those of others would not help."""
     loop = Loop(num_slots=300, num_pages=32, context_members=4, max_num_seqs=16)
-    for token in range(5):
-        loop.run([7, 8, token, token, token], max_tokens=1)
+    loop.run_each([7, 8, token, token, token] for token in range(5))
     loop.add([7, 8, 50], max_tokens=20)
     loop.step()
     pages = loop.scheduler.cache.pages

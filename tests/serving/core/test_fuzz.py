@@ -8,7 +8,6 @@ import importlib
 import random
 import statistics
 import time
-from collections import Counter
 from itertools import count as numbers
 from itertools import islice
 
@@ -21,18 +20,17 @@ from serving.core.requests.request import Request
 from serving.core.scheduler import Scheduler
 from tests.serving.core.mutations import CORE
 from tests.serving.core.mutations.registry import Fault
-from tests.serving.core.schedules import random_config, run_seed
+from tests.serving.core.schedules import random_config, run_seed, run_seeds
 
 SHARDS = 4
 DEFAULT_EXAMPLES = 20_000
 
-REACHED = """
+REACHED = """\
 abort running, abort waiting, accepted_tokens, anchors, blocked, boundaries_not_kept, cached_tokens, displacements,
 drafts under masks, drafts_cut, full_hits, page_copies, pages_evicted, preemptions, refused, resets, rows_stalled,
 sitting out with drafts, states_evicted, weight_changes, withdrawn,
 miss caching_off, miss evicted, miss not_found, miss not_yet_written, miss prompt_logprobs, miss salt_differs,
-miss state_evicted, miss too_short, miss weights_changed
-"""
+miss state_evicted, miss too_short, miss weights_changed""".replace("\n", " ").split(", ")
 
 
 def examples(request: pytest.FixtureRequest) -> int:
@@ -46,14 +44,7 @@ def test_random_schedules(shard: int, request: pytest.FixtureRequest, monkeypatc
     monkeypatch.setattr(admission, "DISPLACE_AFTER", 2)  # schedules are short
     count = -(-examples(request) // SHARDS)
     first = shard * 1_000_000_000
-    print(f"seeds {first} to {first + count - 1}")
-    met: Counter[str] = Counter()
-    for seed in range(first, first + count):
-        met += run_seed(seed)
-    print(dict(sorted(met.items())))
-    if count >= 2_000:
-        missing = [name for name in REACHED.replace("\n", " ").split(", ") if not met[name.strip()]]
-        assert not missing, f"never met: {missing}"
+    run_seeds(run_seed, range(first, first + count), REACHED if count >= 2_000 else ())
 
 
 @pytest.mark.slow
@@ -63,17 +54,14 @@ def test_random_schedules_by_replay(shard: int, request: pytest.FixtureRequest) 
     """Only those whose rows are held by anchors, which are a third of all: `--examples N` of them."""
     first = (10 + shard) * 1_000_000_000
     by_replay = (seed for seed in numbers(first) if random_config(random.Random(seed)).replay_interval > 1)
-    met: Counter[str] = Counter()
-    for seed in islice(by_replay, -(-examples(request) // SHARDS)):
-        met += run_seed(seed)
-    print(f"seeds {first} to {seed}: {dict(sorted(met.items()))}")
-    assert met["anchors"]
+    run_seeds(run_seed, list(islice(by_replay, -(-examples(request) // SHARDS))), ["anchors"])
 
 
 DECODING = 32
 
 
-def host_seconds(drafts: int, steps: int = 200) -> float:
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_host_time_of_a_decode_step(drafts: int) -> None:
     """Median processor time of schedule, dispatched and settle, 32 rows decoding behind 1,000-token prompts."""
     config = SchedulerConfig(
         num_slots=600, num_pages=8000, max_num_seqs=DECODING, max_num_batched_tokens=8192, max_model_len=4096,
@@ -84,7 +72,7 @@ def host_seconds(drafts: int, steps: int = 200) -> float:
         scheduler.add(Request(str(i), range(i, i + 1000), max_tokens=3000, eos_token_ids=[7]))
     before: tuple[StepPlan, StepResult] | None = None
     times: list[float] = []
-    while len(times) < steps:
+    while len(times) < 200:
         start = time.process_time()
         plan = scheduler.schedule()
         assert plan is not None
@@ -99,13 +87,8 @@ def host_seconds(drafts: int, steps: int = 200) -> float:
         before = (plan, result)
         if len(plan.decode) == DECODING:
             times.append(spent)
-    return statistics.median(times)
-
-
-@pytest.mark.parametrize("drafts", [0, 3])
-def test_host_time_of_a_decode_step(drafts: int) -> None:
     # 0.08 and 0.12 ms where it was written; the bound leaves room for slow machines, not for work per token.
-    assert host_seconds(drafts) < 0.6e-3
+    assert statistics.median(times) < 0.6e-3
 
 
 BOUND = 6_000
@@ -118,33 +101,24 @@ BY_FUZZER = [
 ]
 
 
-def caught_after(fault: Fault, bound: int = BOUND) -> tuple[int, str] | None:
-    """The first seed that fails with the fault planted, and how; None if none does."""
-    with pytest.MonkeyPatch.context() as patch:
-        fault.plant(patch)
-        for seed in range(bound):
-            try:
-                run_seed(seed)
-            except Exception as error:
-                return seed, f"{type(error).__name__}: {error}"
-    return None
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("fault", BY_FUZZER, ids=str)
-def test_fuzzer_sees(fault: Fault) -> None:
-    found = caught_after(fault)
-    assert found is not None, f"{fault.name}: {fault.text}: not seen in {BOUND} schedules"
-    print(f"{fault.name}: {fault.text}: seed {found[0]}: {found[1][:100]}")
+def test_fuzzer_sees(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault.plant(monkeypatch)
+    for seed in range(BOUND):
+        try:
+            run_seed(seed)
+        except Exception as error:
+            print(f"{fault.name}: {fault.text}: seed {seed}: {type(error).__name__}: {str(error)[:100]}")
+            return
+    raise AssertionError(f"{fault.name}: {fault.text}: not seen in {BOUND} schedules")
 
 
 @pytest.mark.parametrize("fault", [fault for fault in CORE.values() if fault.seen_by], ids=str)
-def test_a_test_sees(fault: Fault) -> None:
-    assert fault.seen_by is not None
+def test_a_test_sees(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     module, name = fault.seen_by
     test = getattr(importlib.import_module(f"tests.serving.core.{module}"), name)
     test()
-    with pytest.MonkeyPatch.context() as patch:
-        fault.plant(patch)
-        with pytest.raises(AssertionError):
-            test()
+    fault.plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        test()

@@ -142,8 +142,7 @@ def test_reasons() -> None:
 def test_reason_state_evicted() -> None:
     loop = Loop(num_slots=4, max_num_seqs=1)
     loop.run(PROMPT[:8], max_tokens=1)
-    for start in (1, 2, 3):
-        loop.run([start] * 8, max_tokens=1)
+    loop.run_each([start] * 8 for start in (1, 2, 3))
     missed = loop.run(PROMPT[:8], max_tokens=1)
     assert (missed.lookup.num_cached_tokens, missed.lookup.miss_reason) == (0, MissReason.STATE_EVICTED)
 
@@ -208,9 +207,7 @@ def test_a_preempted_request_publishes_its_marks_once_more() -> None:
     requests = [loop.add([n, *MARKED[:20]], max_tokens=20, marks=at(5, 9)) for n in (8, 9)]
     loop.finish()
     assert any(request.queueing.num_preemptions for request in requests)
-    for request in requests:
-        loop.check_output(request)
-        assert list(request.lookup.published) == [5, 9]
+    assert [list(request.lookup.published) for request in requests] == [[5, 9]] * 2
 
 
 def test_marks_cost_no_step_if_they_are_cached_or_nothing_is() -> None:
@@ -228,8 +225,7 @@ def test_a_state_is_kept_until_its_time_has_passed() -> None:
     loop.run(MARKED[:9], max_tokens=1, marks=at(7, ttl=60))
 
     def fill(first: int) -> None:
-        for n in range(first, first + 40):
-            loop.run([n, n, n, n, n], max_tokens=1)
+        loop.run_each([n] * 5 for n in range(first, first + 40))
 
     fill(100)
     assert 7 in kept(loop, MARKED)
@@ -250,8 +246,7 @@ def test_no_client_takes_the_share_of_another() -> None:
     most = loop.config.max_kept_states
     assert most == 10
     loop.run([9, 9, 9, 9, 9], max_tokens=1, client="a", marks=at(3, ttl=60))
-    for n in range(10, 40):
-        loop.run([n, n, n, n, n, n], max_tokens=1, client="b", marks=at(3, 5, ttl=60))
+    loop.run_each(([n] * 6 for n in range(10, 40)), client="b", marks=at(3, 5, ttl=60))
     assert 3 in kept(loop, [9] * 5)
     entries = loop.scheduler.index.by_worth()
     assert sum(entry.kept_until > 0 for entry in entries) == most
@@ -262,11 +257,9 @@ def test_pages_of_kept_states_are_evicted_last_and_bounded() -> None:
     """A kept state needs all pages before it, so long prompts keep fewer states; half of the pages stay for others."""
     loop = Loop(num_slots=60, num_pages=20, max_num_seqs=1)
     loop.run(MARKED[:9], max_tokens=1, client="a", marks=at(7, ttl=60))
-    for n in range(10, 40):
-        loop.run([n] * 12, max_tokens=1, client="b")
+    loop.run_each(([n] * 12 for n in range(10, 40)), client="b")
     assert 7 in kept(loop, MARKED)
-    for n in range(10, 40):
-        loop.run([n] * 16, max_tokens=1, client="b", marks=at(5, 13, 15, ttl=60))
+    loop.run_each(([n] * 16 for n in range(10, 40)), client="b", marks=at(5, 13, 15, ttl=60))
     assert 7 in kept(loop, MARKED), "the other client keeps more"
     assert sum(entry.position for entry in loop.scheduler.index.by_worth() if entry.kept_until) <= 20
     assert loop.run([9] * 30, max_tokens=8).output_token_ids, "a prompt gets all pages"
@@ -285,9 +278,7 @@ def test_pages_of_kept_states_that_are_gone_or_stale_are_evicted_in_turn(change:
         for entry in old:
             loop.index.drop_state(entry)
     assert not any(entry.kept_until for entry in old)
-    loop.run([9] * 20, max_tokens=1)
-    loop.run([8] * 150, max_tokens=1)
-    loop.run([7] * 100, max_tokens=1)
+    loop.run_each([[9] * 20, [8] * 150, [7] * 100])
     assert loop.index.find([9] * 20, Scope(None, loop.device.weights)).matched == 20
     loop.scheduler.check(idle=True)
 
@@ -338,8 +329,7 @@ def test_marks_of_one_salt_serve_no_other() -> None:
 
 def test_tokens_with_pages_and_no_state_are_counted() -> None:
     loop = Loop(cache_mode="align")
-    loop.run(MARKED, max_tokens=1)
-    loop.run([*MARKED[:23], 9], max_tokens=1)
+    loop.run_each([MARKED, [*MARKED[:23], 9]])
     counted = loop.scheduler.stats()
     assert counted["stateless_tokens"] == 22 - counted["cached_tokens"] > 0
 

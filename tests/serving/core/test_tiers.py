@@ -12,6 +12,7 @@ from serving.core.tiers.journal import Journal
 from serving.core.tiers.tier import Sizes, Tier, Unit
 from serving.core.tiers.tiers import FetchCosts, Tiers
 from tests.serving.core.drive import Loop
+from tests.serving.core.schedules import run_seeds
 from tests.serving.core.test_fuzz import SHARDS, examples
 from tests.serving.core.tiered import run_tiered
 from tests.serving.core.truth import Violation
@@ -164,13 +165,7 @@ REACHED = (
 def test_random_schedules_with_tiers(shard: int, request: pytest.FixtureRequest) -> None:
     count = max(100, examples(request) // 10 // SHARDS)
     first = 5_000_000_000 + shard * 1_000_000
-    print(f"seeds {first} to {first + count - 1}")
-    met: Counter[str] = Counter()
-    for seed in range(first, first + count):
-        met += run_tiered(seed)
-    print(dict(sorted(met.items())))
-    missing = [name for name in REACHED if not met[name]]
-    assert not missing or count < 400, f"never met: {missing}"
+    run_seeds(run_tiered, range(first, first + count), REACHED if count >= 400 else ())
 
 
 LEFT_OUT = {

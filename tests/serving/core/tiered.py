@@ -4,6 +4,7 @@ What leaves is copied right after each plan, as the engine does it; what comes b
 at all. A tier's parts are kept by name and deleted when the policy says so: a fetch whose parts are not there fails.
 """
 
+import functools
 import random
 from typing import Any
 
@@ -14,7 +15,7 @@ from serving.core.scheduler import Scheduler
 from serving.core.tiers.journal import Journal
 from serving.core.tiers.tier import Sizes, Tier
 from serving.core.tiers.tiers import Tiers
-from tests.serving.core.schedules import Run, random_config
+from tests.serving.core.schedules import Run, random_config, run_seed
 from tests.serving.core.truth import Truth, expect
 
 
@@ -62,15 +63,10 @@ class TieredRun(Run):
         self.apart, self.journal = apart, Journal(sizes.block)
         self.parts: dict[str, dict[bytes, Any]] = {tier.name: {} for tier in self.tiers.tiers}
         self.loads: list[RemoteLoad] = []
-
-        def make(settings, **rest):
-            scheduler = TieredScheduler(settings, **rest)
-            scheduler.use_tiers(self.tiers)
-            scheduler.tell(self.journal)
-            scheduler.run = self
-            return scheduler
-
-        super().__init__(seed, scheduler=make)  # type: ignore[arg-type]
+        super().__init__(seed, scheduler=TieredScheduler)
+        self.scheduler.use_tiers(self.tiers)
+        self.scheduler.tell(self.journal)
+        self.scheduler.run = self
 
     def copy_out(self) -> None:
         """Departures, and what goes for them."""
@@ -159,24 +155,20 @@ class TieredRun(Run):
         self.coverage["fetched tail"] += unit.tail > 0
         self.device.check_index(self.scheduler)
 
-
-def run_tiered(seed: int):
-    """One schedule; returns what it met. A failure names the seed."""
-    try:
-        run = TieredRun(seed)
-        run.run()
-        run.copy_out()
-        run.tiers.check()
-        assert run.tiers.copying == run.tiers.spilling == 0
-        _check_journal(run)
-        for tier in run.tiers.tiers:
+    def run(self) -> None:
+        """To the end, and then the accounts, those of tiers and journal included."""
+        super().run()
+        self.copy_out()
+        self.tiers.check()
+        assert self.tiers.copying == self.tiers.spilling == 0
+        _check_journal(self)
+        for tier in self.tiers.tiers:
             held = {name for unit in tier.units.values() for name in (unit.name, *unit.blocks)}
-            assert run.parts[tier.name].keys() <= held, "bytes are kept that no unit needs"
-            run.coverage["tier evictions"] += tier.stats.evicted
-    except Exception as error:
-        error.add_note(f"seed {seed}")
-        raise
-    return run.coverage
+            assert self.parts[tier.name].keys() <= held, "bytes are kept that no unit needs"
+            self.coverage["tier evictions"] += tier.stats.evicted
+
+
+run_tiered = functools.partial(run_seed, kind=TieredRun)
 
 
 def _check_journal(run: TieredRun) -> None:

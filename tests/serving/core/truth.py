@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from serving.core.cache.content import Scope
 from serving.core.requests.request import Request
@@ -37,9 +38,7 @@ class Truth:
     def __init__(self, model: Model, prompt: Sequence[int], scope: Scope) -> None:
         self.model = model
         self.tokens = list(prompt)
-        self.digests = [start_digest(scope)]
-        for token in prompt:
-            self.digests.append(absorb(self.digests[-1], token))
+        self.digests = list(accumulate(prompt, absorb, initial=start_digest(scope)))
 
     def reach(self, n: int) -> None:
         """Extend to n tokens."""

@@ -188,6 +188,8 @@ def telling_tales(whole, self, tokens, salt, match):
 
 mutation(60, RowSnapshots, "publish_boundary")(lambda whole, self, *boundary, **later: None)
 mutation(65, Cache, "scope")(lambda whole, self, salt, adapter=None: Scope(salt))
+mutation(85, KeptStates, "ended")(lambda whole, self: [])
+mutation(89, Unit, "of")(lambda whole, entry, block: whole(entry, block)._replace(client=None))
 
 
 @mutation(84)
@@ -212,17 +214,9 @@ def no_bound(whole, self, entry, seconds, client):
     return whole(self, entry, seconds, client)
 
 
-mutation(85, KeptStates, "ended")(lambda whole, self: [])
-
-
 @mutation(88)
 def no_shares(patch: Patch) -> None:
     replacing(EvictionQueue, "hold")(lambda whole, self, client, amount: whole(self, None, amount))(patch)
     replacing(EvictionQueue, "use")(lambda whole, self, client: whole(self, None))(patch)
     replacing(EvictionQueue, "push")(lambda whole, self, client, key, entry: whole(self, None, key, entry))(patch)
     patch.setattr(EvictionQueue, "check", lambda self, owners: None)
-
-
-@mutation(89, Unit, "of")
-def client_left_out(whole, entry, block):
-    return whole(entry, block)._replace(client=None)

@@ -257,11 +257,6 @@ def anchor_let_go(whole, self, *step):
     return access
 
 
-@mutation(72, RowReplay, "resume_from")
-def resumed_position_rounded(whole, self, slot, position):
-    whole(self, slot, position - position % self._interval)
-
-
 @mutation(73, RowReplay, "reserve_decode")
 def written_over_with_drafts(whole, self, count, *rest):
     access = whole(self, count, *rest)
@@ -283,16 +278,6 @@ def short_end_decodes(patch: Patch) -> None:
     patch.setattr(SchedulerConfig, "known_tokens_in_decode_row", property(lambda self: 1 + self.num_speculative_tokens))
 
 
-@mutation(76, RowReplay, "reserve_decode")
-def leased_too_late(whole, self, count, shortest, longest, *rest):
-    return whole(self, count, shortest, shortest, *rest)
-
-
-@mutation(77, RowReplay, "advance_chunk")
-def chunk_end_forgotten(whole, self, access, position):
-    whole(self, access, self._position)
-
-
 @mutation(80, RowReplay, "advance")
 def begins_on_multiple(whole, self, access, before, kept):
     begins = before == access.reaches > 0
@@ -310,5 +295,8 @@ def old_checkpoint_kept(whole, self, access, before, kept):
 
 mutation(66, RowReplay, "trim")(lambda whole, self, after: whole(self, None))
 mutation(71, RowReplay, "advance")(lambda whole, self, access, before, kept: whole(self, access, before, access.room))
+mutation(72, RowReplay, "resume_from")(lambda whole, self, slot, at: whole(self, slot, at - at % self._interval))
+mutation(76, RowReplay, "reserve_decode")(lambda whole, self, n, least, _, *rest: whole(self, n, least, least, *rest))
+mutation(77, RowReplay, "advance_chunk")(lambda whole, self, access, position: whole(self, access, self._position))
 mutation(78, RowReplay, "trim")(lambda whole, self, after: None)
 mutation(79, RowReplay, "advance")(lambda whole, self, access, before, kept: len(self._own) > 1)
