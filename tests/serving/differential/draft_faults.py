@@ -20,7 +20,7 @@ from mamba_jax.store import Replay
 from serving.engine.steps import loop
 from serving.engine.steps.batching import BatchBuilder
 from tests.serving.core.mutations.registry import replacing
-from tests.serving.differential.faults import CONVOLUTION, DRAFTS, REPLAY, Patch, after_filling, filling, in_step
+from tests.serving.differential.faults import CONVOLUTION, DRAFTS, REPLAY, Patch, filling, in_step
 from tests.serving.differential.faults import fault as _fault
 
 choosing = importlib.import_module("mamba_jax.sampling.choose")  # the package's `choose` is the function in it
@@ -323,9 +323,8 @@ def window_of_the_anchor(sound, store, ring, places):
     return convolution.read_windows(store, places.anchor_slot)
 
 
-@replay_fault(49, convolution, "write_windows", compiles="decode")
-def window_is_not_written(sound, store, values, index, share):
-    return store
+# Windows are not written.
+replay_fault(49, convolution, "write_windows", compiles="decode")(lambda sound, store, values, index, share: store)
 
 
 # -- what the host fills in --
@@ -341,13 +340,14 @@ def spares_swapped(builder, batch, rows):
 def spare_named_late(patch: Patch) -> None:
     last: dict[int, int] = {}
 
+    @filling("decode")
     def hold_back(builder, batch, rows) -> None:
         for i, row in enumerate(rows):
             now = int(batch.write_slot[i, 0])
             batch.write_slot[i, 0] = now if last.get(row.row_id) == now else 0
             last[row.row_id] = now
 
-    after_filling(patch, "decode", hold_back)
+    hold_back(patch)
 
 
 # -- the draft layer --

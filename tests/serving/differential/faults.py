@@ -25,13 +25,13 @@ from mamba_jax.layout import DecodeLayout, PrefillLayout
 from mamba_jax.modules import conv as conv_module
 from serving.core.cache.cache import Cache
 from serving.core.cache.row_state import RowState
-from serving.core.requests.request import Request
 from serving.engine.requests.adapters import AdapterTable
 from serving.engine.requests.initial_states import InitialStates
 from serving.engine.steps.batching import BatchBuilder
 from serving.engine.steps.page_tables import PageTables
 from serving.engine.steps.row_values import RowInputs
-from tests.serving.core.mutations.registry import Fault, Patch, mutation
+from tests.serving.core.mutations.registry import Fault, Patch, mutation, replacing
+from tests.serving.core.mutations.steps import no_sitting_out
 
 STEP = [
     importlib.import_module(f"mamba_jax.{part}")
@@ -73,23 +73,21 @@ def fault(number: int, *where: Any, compiles: str | None = None, table: dict[int
     return mutation(number, *where, table=table, kind="D", compiles=compiles)
 
 
-def after_filling(patch: Patch, method: str, change: Callable) -> None:
-    """`change(builder, batch, rows)` after each batch that `method` has filled."""
-    sound = getattr(BatchBuilder, method)
-
-    def fill(self, rows):
-        batch = sound(self, rows)
-        change(self, batch, rows)
-        return batch
-
-    patch.setattr(BatchBuilder, method, fill)
-
-
-def filling(method: str) -> Callable[[Callable], Callable[[Patch], None]]:
-    """Makes a plant of `change(builder, batch, rows)`: see `after_filling`."""
+def filling(*methods: str) -> Callable[[Callable], Callable[[Patch], None]]:
+    """Makes a plant of `change(builder, batch, rows)`, which runs after each batch that the methods have filled."""
 
     def decorate(change: Callable) -> Callable[[Patch], None]:
-        return functools.wraps(change)(lambda patch: after_filling(patch, method, change))
+        def fill(sound, self, rows):
+            batch = sound(self, rows)
+            change(self, batch, rows)
+            return batch
+
+        @functools.wraps(change)
+        def plant(patch: Patch) -> None:
+            for method in methods:
+                replacing(BatchBuilder, method)(fill)(patch)
+
+        return plant
 
     return decorate
 
@@ -130,9 +128,7 @@ def padding_is_absorbed(sound, **rest):
     return dataclasses.replace(layout, packed=packed)
 
 
-@fault(5, *in_step("write_hidden"), compiles="prefill")
-def no_hidden_state(sound, store, *_):
-    return store
+fault(5, *in_step("write_hidden"), compiles="prefill")(lambda sound, store, *_: store)
 
 
 @fault(6, between, "recurrence_scan", compiles="prefill")
@@ -163,23 +159,19 @@ def window_stays(sound, x, weight, bias, store, rows, **how):
 # -- what the host fills in --
 
 
-def _stale_tails(patch: Patch, method: str, names: tuple[str, ...]) -> None:
-    earlier: dict[str, np.ndarray] = {}
-
-    def change(self, batch, rows) -> None:
-        now = {name: getattr(batch, name).copy() for name in names}
-        for name in names:
-            if name in earlier:
-                getattr(batch, name)[len(rows) :] = earlier[name][len(rows) :]
-        earlier.update(now)
-
-    after_filling(patch, method, change)
-
-
 @fault(9)
 def stale_decode_tail(patch: Patch) -> None:
-    names = ("row_id", "continues", "num_tokens", "length", "read_slot", "write_slot")
-    _stale_tails(patch, "decode", names)
+    earlier: dict[str, np.ndarray] = {}
+
+    @filling("decode")
+    def change(self, batch, rows) -> None:
+        names = ("row_id", "continues", "num_tokens", "length", "read_slot", "write_slot")
+        now = {name: getattr(batch, name).copy() for name in names}
+        for name, before in earlier.items():
+            getattr(batch, name)[len(rows) :] = before[len(rows) :]
+        earlier.update(now)
+
+    change(patch)
 
 
 @fault(10)
@@ -200,12 +192,9 @@ def last_token_again(self, batch, rows):
 
 
 @fault(12)
-def no_page_copy(patch: Patch) -> None:
-    def change(self, batch, rows) -> None:
-        batch.page_copy[:] = 0
-
-    after_filling(patch, "decode", change)
-    after_filling(patch, "prefill", change)
+@filling("decode", "prefill")
+def no_page_copy(self, batch, rows):
+    batch.page_copy[:] = 0
 
 
 @fault(13)
@@ -222,9 +211,11 @@ def write_slots_one_tile_off(self, batch, rows):
 def mixed_steps_skip_checkpoints(patch: Patch) -> None:
     mixed = [False]
 
+    @filling("decode")
     def decoding(self, batch, rows) -> None:
         mixed[0] = True
 
+    @filling("prefill")
     def change(self, batch, rows) -> None:
         at = 0
         for row in rows:
@@ -234,8 +225,8 @@ def mixed_steps_skip_checkpoints(patch: Patch) -> None:
             at += count
         mixed[0] = False
 
-    after_filling(patch, "decode", decoding)
-    after_filling(patch, "prefill", change)
+    decoding(patch)
+    change(patch)
 
 
 @fault(15)
@@ -257,9 +248,7 @@ def stale_page_table(sound, self, updates, rows):
 structured_fault = functools.partial(fault, table=STRUCTURED)
 
 
-@structured_fault(53)
-def no_sitting_out(patch: Patch) -> None:
-    patch.setattr(Request, "sits_out", False)
+structured_fault(53)(no_sitting_out)
 
 
 @structured_fault(54, RowInputs, "take_proposals")
@@ -282,9 +271,7 @@ def proposals_of_a_neighbor(sound, self, rows, lines):
 adapter_fault = functools.partial(fault, table=ADAPTERS)
 
 
-@adapter_fault(56, Cache, "scope")
-def scope_without_adapter(sound, self, salt, adapter=None):
-    return sound(self, salt)
+adapter_fault(56, Cache, "scope")(lambda sound, self, salt, adapter=None: sound(self, salt))
 
 
 @adapter_fault(57)
@@ -329,14 +316,9 @@ def entries_in_use_are_overwritten(patch: Patch) -> None:
     patch.setattr(AdapterTable, "release", lambda self, adapter: None)
 
 
-@adapter_fault(62, RowState, "__init__")
-def starts_from_zeros(sound, self, cache, slot):
-    sound(self, cache, 0)
-
-
-@adapter_fault(63, InitialStates, "fill")
-def lost_initial_states(sound, self, store):
-    return store
+# Rows start from zeros; initial states are lost with the store.
+adapter_fault(62, RowState, "__init__")(lambda sound, self, cache, slot: sound(self, cache, 0))
+adapter_fault(63, InitialStates, "fill")(lambda sound, self, store: store)
 
 
 # -- schedule-invariant engines: they change only bits --
