@@ -55,29 +55,18 @@ def compare(
                 f"{where}: token {at} is {token}, not {line.tokens[at]} (gap {line.gaps[at]:.2g}): "
                 f"{choice.token_ids} instead of {line.tokens}"
             )
-        if choice.logprobs is not None:
-            said = choice.logprobs[at][token].logprob
-            if not abs(said - line.logprobs[at]) <= tolerance:
-                raise Divergence(f"{where}: log-probability of token {at} is {said}, not {line.logprobs[at]}")
-            compare_alternatives(
-                {t: entry.logprob for t, entry in choice.logprobs[at].items()}, line.tables[at], where, tolerance
-            )
+        if choice.logprobs is None:
+            continue
+        said, right = {t: entry.logprob for t, entry in choice.logprobs[at].items()}, line.tables[at]
+        if not abs(said[token] - line.logprobs[at]) <= tolerance:
+            raise Divergence(f"{where}: log-probability of token {at} is {said[token]}, not {line.logprobs[at]}")
+        # The alternatives are the right ones, as many as there are. (Near-ties may change places.)
+        for other, logprob in said.items():
+            if logprob < min(right.values()) - tolerance:
+                raise Divergence(f"{where}: {other} ({logprob}) is not among {right}")
+            if other in right and not abs(logprob - right[other]) <= tolerance:
+                raise Divergence(f"{where}: log-probability of {other} is {logprob}, not {right[other]}")
+        best, likeliest = sorted(said.values(), reverse=True)[:2], sorted(right.values(), reverse=True)
+        if len(best) > 1 and any(abs(a - b) > tolerance for a, b in zip(best, likeliest, strict=False)):
+            raise Divergence(f"{where}: the likeliest are {said}, not {right}")
     return True
-
-
-def compare_alternatives(
-    said: dict[int, float], right: dict[int, float], where: str, tolerance: float = TOLERANCE
-) -> None:
-    """Whether a place's alternatives are the right ones, as many as there are. (Near-ties may change places.)
-
-    Raises:
-        Divergence: one of them is not among the likeliest, or not as likely as it should be.
-    """
-    for token, logprob in said.items():
-        if logprob < min(right.values()) - tolerance:
-            raise Divergence(f"{where}: {token} ({logprob}) is not among {right}")
-        if token in right and not abs(logprob - right[token]) <= tolerance:
-            raise Divergence(f"{where}: log-probability of the alternative {token} is {logprob}, not {right[token]}")
-    best, likeliest = sorted(said.values(), reverse=True)[:2], sorted(right.values(), reverse=True)
-    if len(best) > 1 and any(abs(a - b) > tolerance for a, b in zip(best, likeliest, strict=False)):
-        raise Divergence(f"{where}: the likeliest are {said}, not {right}")

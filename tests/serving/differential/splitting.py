@@ -6,7 +6,6 @@ The two share nothing but the model: cache mode, block size and token budget are
 import functools
 import random
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,7 @@ from serving.split.prefill_side import ONCE, PrefillSide, fed_tokens
 from serving.split.wire import Handoff, Offer, SplitError, StateRequest
 from serving.split.worker import Worker
 from serving.state_transfer import source
-from serving.state_transfer.programs import Arrangement, PointPrograms
+from serving.state_transfer.programs import PointPrograms
 from tests.support.engines.shared_engines import FLAGS, MAX_LEN, TILE, SharedEngines
 from tests.support.fleets.split_pair import DelayedExecutor, DirectTransport
 
@@ -65,10 +64,8 @@ def draw_split(rng: random.Random, names: list[str]) -> Split:
     )
 
 
-@functools.cache
-def _points(arrangement: Arrangement) -> PointPrograms:
-    """All workers of a model share what takes states out and puts them in."""
-    return PointPrograms(arrangement)
+_points = functools.cache(PointPrograms)
+"""All workers of a model share what takes states out and puts them in."""
 
 
 def worker_of(on: SharedEngines, engine, flags: dict[str, Any]) -> Worker:
@@ -94,28 +91,17 @@ class OtherSide:
         self._transport = DirectTransport("differential")
         self._transport.offered.clear()
         self._there = PrefillSide(worker_of(on, prefill, prefill_flags), lease=3600.0)
+        # As a peer of the decode side.
+        self.manifest, self.renew, self.release = self._there.worker.manifest, self._there.renew, self._there.release
         self._here = DecodeSide(worker_of(on, decode, decode_flags), executor=self._executor)
         self._tickets: list[str] = []
         self._met: Counter[str] = Counter()
-
-    @property
-    def manifest(self):
-        """As a peer of the decode side."""
-        return self._there.worker.manifest
 
     def offer(self, want: StateRequest, seconds: float) -> Offer:
         """As a peer: sometimes there is no answer."""
         if self._rng.random() < self._split.broken:
             raise SplitError("injected: no answer")
         return self._there.offer(want, seconds)
-
-    def renew(self, ids: Sequence[str]) -> None:
-        """As a peer."""
-        self._there.renew(ids)
-
-    def release(self, id: str, *, wanted: bool) -> None:
-        """As a peer."""
-        self._there.release(id, wanted=wanted)
 
     def compute(self, ask) -> RemoteState | None:
         """A request's prompt, all of it; None if it is none of this side's business."""

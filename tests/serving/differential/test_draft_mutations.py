@@ -9,7 +9,7 @@ import pytest
 from serving.engine.requests.sampling_params import SamplingParams
 from tests.serving.core.mutations.registry import Fault
 from tests.serving.differential import draft_faults  # noqa: F401 - fills the tables
-from tests.serving.differential.drafting import Drafters, Drafting, Watch, drafters
+from tests.serving.differential.drafting import Drafting, Watch, drafters
 from tests.serving.differential.faults import DRAFTS, REPLAY
 from tests.serving.differential.judging import Divergence, compare
 from tests.support.engines.engines import Continuation, finish
@@ -36,11 +36,6 @@ DRAFTING = {name: Drafting(ask[2], ask[3], seed) for seed, (name, ask) in enumer
 OUTPUT = 18
 
 
-def the_drafters(layer: bool) -> Drafters:
-    """With or without the draft layer: most faults do not need it, and a step without it compiles faster."""
-    return drafters(SMALLEST, most=2, layer=layer)
-
-
 @functools.cache
 def expected() -> dict[str, Continuation]:
     """What sound programs say to each request without drafts, one after the other."""
@@ -60,12 +55,13 @@ def _params(sampling: dict) -> SamplingParams:
 def run(compiles: str | None = None, *, layer: bool, replay: bool = False) -> None:
     """All waves; every output must be what it is without drafts, and the draft layer's drafts what they should be.
 
-    `replay`: rows are held by anchors.
+    `layer`: with the draft layer, which most faults do not need: a step without it compiles faster. `replay`: rows are
+    held by anchors.
     """
     scripts = {name: DRAFTING[name].script(ASKS[name][0], line) for name, line in expected().items()}
     flags = {"state_block_size": TILE, "max_num_batched_tokens": 28, "adaptive_drafts": False}
     flags["replay_interval"] = TILE if replay else 1
-    on = the_drafters(layer)
+    on = drafters(SMALLEST, most=2, layer=layer)
     programs = PatchedPrograms(on.programs, on.compile_anew() if compiles else None, compiles)
     engine = on.engine("all", DRAFTING, scripts, programs=programs, **flags)
     watch = Watch(on, DRAFTING)

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -63,12 +62,11 @@ def test_fault_shows(fault: Fault, first: int, how: dict[str, Any], monkeypatch:
 
 
 @pytest.mark.slow
-def test_chunks_that_run_over_a_boundary_are_noticed() -> None:
+def test_chunks_that_run_over_a_boundary_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """States that are not rounded where the references' are. The bound of rounded states is narrow enough to see it."""
     sound = EngineDesign.scheduler
 
     def unbound(*arguments: Any, **more: Any) -> SchedulerConfig:
         return dataclasses.replace(sound(*arguments, **more), chunks_end_at_blocks=False)
 
-    with mock.patch.object(EngineDesign, "scheduler", sound):
-        shows(lambda: setattr(EngineDesign, "scheduler", unbound), 5_100_000, model="int8, exact")
+    shows(lambda: monkeypatch.setattr(EngineDesign, "scheduler", unbound), 5_100_000, model="int8, exact")

@@ -13,7 +13,7 @@ import pytest
 
 from kernels_pallas.native import WHY_MISSING
 from tests.serving.differential.drafting import COUNTS, SOURCES, drafters
-from tests.serving.differential.traces import DRAFTING_MODELS, run_traces
+from tests.serving.differential.traces import DRAFTING_MODELS, MODELS, run_traces
 from tests.support.engines.shared_engines import (
     EXACT,
     INVARIANT,
@@ -32,10 +32,7 @@ COMMON = (
     "none", "align", "all", "aborted", "withdrawn", "failures", "preemptions", "states_evicted", "pages_evicted",
     "page_copies", "full_hits", "cached_tokens",
 )  # fmt: skip
-REACHED = (
-    *COMMON, "nemotronh", "mamba2", "joined", "kimi", "lightning", "selective", "debug",
-    "prompt_logprobs", *SAMPLINGS, "stop text",
-)  # fmt: skip
+REACHED = (*COMMON, *MODELS, "debug", "prompt_logprobs", *SAMPLINGS, "stop text")
 REACHED_WITH_DRAFTS = (
     *COMMON, *DRAFTING_MODELS, "prompt_logprobs", "layer", "drafts_cut", "accepted ngram",
     *(f"drafted {source}" for source in SOURCES), *(f"K {count}" for count in COUNTS),
@@ -47,7 +44,6 @@ SPLIT = (
     "none", "align", "all", "nemotronh", "joined", "full", "recompute-last", "arrived", "failed", "late", "spared",
     "pages_spared", "aborted", "withdrawn", "failures", "preemptions", "stores lost there", "taken back",
 )  # fmt: skip
-MODELS = ("nemotronh", "mamba2", "joined", "kimi", "lightning", "selective")
 
 
 @pytest.fixture(autouse=True)

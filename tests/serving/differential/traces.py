@@ -4,17 +4,18 @@ A trace is a number: it decides the model, the cache mode, block size and token 
 request is aborted, and which steps fail. `run_trace(seed)` raises `Divergence` where an output is not the reference's.
 """
 
+import functools
+import itertools
 import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from serving.core.errors import RequestError
 from serving.engine.requests.adapters import LoRARequest
 from serving.engine.requests.sampling_params import SamplingParams
+from tests.serving.core.schedules import run_seeds
 from tests.serving.differential.drafting import COUNTS, MOST, SPARE_SLOTS, Drafters, Drafting, Watch, drafters, tally
 from tests.serving.differential.judging import Divergence, judge
 from tests.serving.differential.splitting import OtherSide, Split, draw_split, impatient
@@ -321,14 +322,8 @@ def run_traces(
     first: int, count: int, *, reached: Sequence[str] = (), ties: float = 1 / 200, **how: Any
 ) -> Counter[str]:
     """Runs traces from a seed on, and checks what they met together. `ties`: of comparisons that near-ties may cut."""
-    print(f"seeds {first} to {first + count - 1}, {how}")
-    met: Counter[str] = Counter()
     with impatient():
-        for seed in range(first, first + count):
-            met += run_trace(seed, **how)
-    print(dict(sorted(met.items())))
-    missing = [name for name in reached if not met[name]]
-    assert not missing, f"never met: {missing}"
+        met = run_seeds(functools.partial(run_trace, **how), range(first, first + count), reached)
     assert met["cut"] <= 1 + met["comparisons"] * ties, "too many comparisons were cut short by near-ties"
     assert met["accepted wrong"] == 0
     return met
@@ -348,28 +343,21 @@ def _has_room(engine, adapter: LoRARequest | None) -> bool:
 def _engine(trace: Trace, mode: str, drafting: dict[str, Drafting] | None, **flags):
     if drafting is None or trace.drafters is None:
         return engines_of(trace.model).engine(mode, **flags)
-    return trace.drafters.engine(mode, drafting, _scripts(trace), **flags)
-
-
-def _scripts(trace: Trace) -> dict[str, np.ndarray]:
-    """What the drafts of each choice would be, by its request id."""
-    assert trace.drafting is not None
-    return {
+    # What the drafts of each choice would be, by its request id.
+    scripts = {
         f"{ask.name}#{i}" if i else ask.name: trace.drafting[ask.name].script(ask.prompt, line)
         for ask in trace.asks
         for i, line in enumerate(ask.expected)
     }
+    return trace.drafters.engine(mode, drafting, scripts, **flags)
 
 
 def _break(loop, trace: Trace) -> None:
     """Make the steps fail that shall: after dispatch as a lost device does, before it as a bug in a batch would."""
-    steps = Counter()
-    failing, withdrawn = set(trace.failing), set(trace.withdrawn)
-    tried = set()
+    dispatched, tried = itertools.count(1), set()
 
     def fault(plan) -> None:
-        steps["dispatched"] += 1
-        if steps["dispatched"] in failing:
+        if next(dispatched) in trace.failing:
             raise RuntimeError("injected: the device is lost")
 
     loop.fault = fault
@@ -378,7 +366,7 @@ def _break(loop, trace: Trace) -> None:
 
         def unlucky(rows, fill=fill):
             # Once: the loop then tries the rows one by one, and blames none.
-            if rows[0].step in withdrawn - tried:
+            if rows[0].step in trace.withdrawn - tried:
                 tried.add(rows[0].step)
                 raise ValueError("injected: no batch can be made of this")
             return fill(rows)
