@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from serving import LLM
     from serving.engine.engine import Engine
     from tests.support.engines.engine_harness import EngineHarness
+    from tests.support.engines.replicas import ReplicaMaker
 
 
 @pytest.fixture(scope="session")
@@ -17,6 +18,13 @@ def harness() -> "EngineHarness":
     from tests.support.engines.engine_harness import EngineHarness
 
     return EngineHarness()
+
+
+@pytest.fixture(scope="module")
+def maker(harness: "EngineHarness") -> "ReplicaMaker":
+    from tests.support.engines.replicas import ReplicaMaker
+
+    return ReplicaMaker(harness)
 
 
 @pytest.fixture(scope="module")

@@ -10,21 +10,12 @@ import pytest
 from serving import LoRARequest, RequestError, SamplingParams
 from serving.engine.requests import adapter_reads
 from serving.engine.requests.adapter_reads import AdapterReads
-from tests.support.engines.replicas import ReplicaMaker, serving
+from tests.support.engines.replicas import serving
 from tests.support.models.adapter_contents import content
 
 
-def read_for(seconds, order, name):
-    def read():
-        time.sleep(seconds)
-        order.append(name)
-        return name
-
-    return read
-
-
-def never():
-    return False
+def reading(order, name):
+    return lambda: order.append(name) or name
 
 
 async def test_a_client_pauses_between_reads_while_others_have_requests(monkeypatch):
@@ -36,9 +27,8 @@ async def test_a_client_pauses_between_reads_while_others_have_requests(monkeypa
         if others:
             reads.seen("few")
         begin = time.monotonic()
-        many = [reads.in_turn("many", read_for(0, order, f"many {i}"), never) for i in range(3)]
-        few = [reads.in_turn("few", read_for(0, order, "few"), never)]
-        await asyncio.gather(*many, *few)
+        clients = ["many"] * 3 + ["few"]
+        await asyncio.gather(*(reads.in_turn(client, reading(order, client), lambda: False) for client in clients))
         assert not reads._turns
         return time.monotonic() - begin, order
 
@@ -53,7 +43,7 @@ async def test_requests_for_one_adapter_need_one_read():
     reads, order = AdapterReads(), []
 
     async def one():
-        found = await reads.in_turn("a", read_for(0, order, "read"), loaded.is_set)
+        found = await reads.in_turn("a", reading(order, "read"), loaded.is_set)
         loaded.set()
         return found
 
@@ -77,8 +67,8 @@ async def test_reads_that_do_not_end_have_a_deadline_and_a_bound(monkeypatch):
 
 
 @pytest.fixture
-def engine(harness):
-    (engine,) = ReplicaMaker(harness).make(replicas=1, enable_lora=True, max_loras=1, max_lora_rank=4)
+def engine(maker):
+    (engine,) = maker.make(replicas=1, enable_lora=True, max_loras=1, max_lora_rank=4)
     return engine
 
 

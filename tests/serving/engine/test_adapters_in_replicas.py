@@ -1,6 +1,7 @@
 """Adapters with several replicas: loaded on all or on none, and the same content under a name on each of them."""
 
 import asyncio
+from unittest.mock import Mock
 
 import pytest
 
@@ -9,7 +10,7 @@ from serving.engine.changes import load_adapter, table_of
 from serving.engine.replicas import ReplicaGroup
 from serving.engine.requests.request import EngineRequest
 from tests.support.engines.engines import finish
-from tests.support.engines.replicas import ReplicaMaker, admitted, check_idle, run_group, serving
+from tests.support.engines.replicas import admitted, check_idle, run_group, serving
 from tests.support.models.adapter_contents import read_contents
 
 pytestmark = pytest.mark.full
@@ -18,11 +19,6 @@ FLAGS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 4, "max_initial_s
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6] * 5
 REQUESTS = [None, *(LoRARequest(f"tenant {i}", 0, str(i)) for i in (0, 1))]
-
-
-@pytest.fixture(scope="module")
-def maker(harness):
-    return ReplicaMaker(harness)
 
 
 @pytest.fixture
@@ -94,10 +90,7 @@ def test_an_adapter_is_loaded_on_all_replicas_or_on_none(group, engines):
 
 def test_a_failed_write_leaves_the_adapter_on_no_replica(group, engines, monkeypatch):
     load(group, "tenant 0", 0)
-
-    def fails(*_):
-        raise RuntimeError("RESOURCE_EXHAUSTED: as a device reports it")
-
+    fails = Mock(side_effect=RuntimeError("RESOURCE_EXHAUSTED: as a device reports it"))
     monkeypatch.setattr(engines[1].loop.programs, "replace_adapter", fails)
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
         load(group, "tenant 0", 1)

@@ -211,11 +211,7 @@ class Tables:
                 request.progress.row_id, SamplingParams(), seed=0, choice=0, prompt=(), output=(), stop_ids=(),
                 vocab_size=8,
             )  # fmt: skip
-        found = []
-        if plan.decode:
-            found.append(self.batches.decode(plan.decode))
-        if plan.prefill:
-            found.append(self.batches.prefill(plan.prefill))
+        found = self.batches.step(plan.decode, plan.prefill)
         return self.batches.tables.take_whole(), found
 
     def run(self, plan):

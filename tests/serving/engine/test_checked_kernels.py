@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from unittest.mock import Mock
 
 import jax
 import pytest
@@ -88,23 +89,16 @@ def test_a_child_that_does_not_end_is_killed():
 
 
 def test_a_child_is_killed_if_the_parent_is_interrupted(monkeypatch):
-    children = []
-
-    def interrupted(child, *rest):
-        children.append(child)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(kernel_check, "_follow", interrupted)
+    follow = Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr(kernel_check, "_follow", follow)
     with pytest.raises(KeyboardInterrupt):
         run_child([sys.executable, "-c", "import time; time.sleep(60)"], {})
-    assert children[0].returncode == -9
+    assert follow.call_args.args[0].returncode == -9
 
 
-def test_the_child_judges_no_kernel_on_another_platform(capfd):
-    request = {"platform": "tpu"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_PLATFORMS", "cpu")
-        assert run_child(kernel_check.CHILD, request) is None
+def test_the_child_judges_no_kernel_on_another_platform(capfd, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert run_child(kernel_check.CHILD, {"platform": "tpu"}) is None
     assert "JAX runs on cpu instead of tpu" in capfd.readouterr().err
 
 
@@ -134,21 +128,22 @@ def test_a_verdict_is_kept_and_read_again(machine, tmp_path):
     assert not machine
 
 
-def test_a_check_that_failed_is_not_kept(machine, tmp_path):
-    machine.append(None)
-    assert refused_kernels(EngineConfig.create()) == {}
-    assert not list(tmp_path.rglob("*.json"))
+OUT_OF_MEMORY = "JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2147483648 bytes."
+TOO_LARGE = "JaxRuntimeError: RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem."
 
 
-def test_a_lack_of_memory_is_no_verdict(machine, tmp_path):
-    out_of_memory = "JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2147483648 bytes."
-    too_large = "JaxRuntimeError: RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem."
-    machine.append({**WRONG, KERNELS[2]: out_of_memory})
-    assert refused_kernels(EngineConfig.create()) == REFUSED
-    assert not list(tmp_path.rglob("*.json"))
-    machine.append({KERNELS[1]: too_large})
-    assert refused_kernels(EngineConfig.create()) == {("gated_update", "pallas_gpu"): too_large}
-    assert list(tmp_path.rglob("*.json"))
+@pytest.mark.parametrize(
+    ("answer", "refused", "kept"),
+    [
+        (None, {}, False),
+        (WRONG | {KERNELS[2]: OUT_OF_MEMORY}, REFUSED, False),
+        ({KERNELS[1]: TOO_LARGE}, {("gated_update", "pallas_gpu"): TOO_LARGE}, True),
+    ],
+)
+def test_a_failed_check_and_a_lack_of_memory_are_no_verdicts(machine, tmp_path, answer, refused, kept):
+    machine.append(answer)
+    assert refused_kernels(EngineConfig.create()) == refused
+    assert bool(list(tmp_path.rglob("*.json"))) == kept
 
 
 @pytest.mark.parametrize("kernels", ["auto", "gated_update=pallas_gpu"])

@@ -5,6 +5,7 @@ import contextlib
 import random
 import threading
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,15 +14,10 @@ from serving.config import ConfigError
 from serving.engine.engine_thread import EngineStopped
 from serving.engine.replicas import ReplicaGroup, ReplicaLoads
 from serving.engine.requests.request import EngineRequest
-from tests.support.engines.replicas import ReplicaMaker, admitted, check_idle, run_group, serving
+from tests.support.engines.replicas import admitted, check_idle, run_group, serving
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 LENGTHS = [1, 7, 16, 31, 33, 48, 64, 65, 90]
-
-
-@pytest.fixture(scope="module")
-def maker(harness):
-    return ReplicaMaker(harness)
 
 
 @pytest.fixture(scope="module")
@@ -151,15 +147,11 @@ async def test_what_one_has_failed_at_stops_all(harness, maker):
     """As with one engine: the process says so, and is to be started again."""
     engines = maker.make()
     rng = random.Random(7)
-
-    def fail(plan):
-        raise TypeError("planted")
-
     async with served(engines, sound=1) as replicas:
         long = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
         one = asyncio.create_task(last(replicas, harness.prompt(rng, 20), long))
         await asyncio.sleep(0.05)
-        engines[1].loop.fault = fail
+        engines[1].loop.fault = Mock(side_effect=TypeError("planted"))
         with pytest.raises(EngineStopped, match="planted"):
             await last(replicas, harness.prompt(rng, 20))
         assert not replicas.running
@@ -235,12 +227,9 @@ async def test_new_weights_come_to_all_under_one_version(harness, maker, monkeyp
         assert engines[0].control.weights.lineage == lineage != engines[1].control.weights.lineage
         await replicas.update_weights(iter(first.items()), version=None, partial=False)
         assert await both() == [(before[0][0], [("3", 8)])] * 2
-
-        def fail(path, value):
-            raise RuntimeError("planted")
-
         # What fails on one may be asked for again by the same name.
-        monkeypatch.setattr(engines[1].loop.programs, "replace_weight", fail)
+        fails = Mock(side_effect=RuntimeError("planted"))
+        monkeypatch.setattr(engines[1].loop.programs, "replace_weight", fails)
         with pytest.raises(RuntimeError, match="planted"):
             await replicas.update_weights(changed, version="four", partial=False)
         assert [engine.control.held for engine in engines] == [False, True]

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-from dataclasses import asdict
 from functools import partial
 
 import numpy as np
@@ -48,11 +47,10 @@ def drafter(drafters):
 
 
 def llm(drafter=None, method="eagle3", **flags):
-    config = (
-        {} if drafter is None else {"method": method.rstrip("2"), "model": str(drafter), "num_speculative_tokens": 3}
-    )
-    speculative = {"speculative_config": config, "adaptive_drafts": False} if config else {}
-    return LLM(str(GOLDEN), **(SIZES | speculative | flags))
+    if drafter is not None:
+        config = {"method": method.rstrip("2"), "model": str(drafter), "num_speculative_tokens": 3}
+        flags = {"speculative_config": config, "adaptive_drafts": False} | flags
+    return LLM(str(GOLDEN), **(SIZES | flags))
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +191,7 @@ def test_counters_of_drafts():
 
 def test_statistics_of_replicas_are_added():
     def stats(drafts, version):
-        loop = {"steps": 5, "drafts": asdict(drafts)}
+        loop = {"steps": 5, "drafts": dataclasses.asdict(drafts)}
         weights = {"version": version, "updates": int(version)}
         return {"requests": 3, "loop": loop, "weights": weights, "slots": {"total": 9}, "held": None}
 

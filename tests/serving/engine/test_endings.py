@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import random
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from serving.core.cache.content import Scope
 from serving.core.errors import RequestError, RequestFailed
 from tests.support.engines.engines import QUICK_COMPILE, finish
 from tests.support.engines.replicas import serving
+from tests.support.engines.spoiled_store import spoiled
 from tests.support.models.letter_tokens import ID, TOO_BIG
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -53,16 +55,16 @@ def test_a_row_that_has_no_arrays_ends_its_own_request(harness, monkeypatch, kin
     def named(rows) -> bool:
         return any(getattr(row, "request", row).request_id == "bad" for row in rows)
 
-    loop, builds = engine.loop, engine.loop.batches
-    sound = {"seat": loop.inputs.seat, "decode": builds.decode, "masks": loop.inputs.masks}[kind]
+    loop = engine.loop
+    owner = loop.batches if kind == "decode" else loop.inputs
+    sound = getattr(owner, kind)
 
     def broken(rows, *rest):
         if named([rows] if kind == "seat" else rows.rows if kind == "masks" else rows):
             raise OverflowError("too large for an array")
         return sound(rows, *rest)
 
-    owner, name = {"seat": (loop.inputs, "seat"), "decode": (builds, "decode"), "masks": (loop.inputs, "masks")}[kind]
-    monkeypatch.setattr(owner, name, broken)
+    monkeypatch.setattr(owner, kind, broken)
     outputs = [engine.add_request(name, prompt, GREEDY) for name, prompt in (("a", good), ("bad", bad), ("b", other))]
     finish(engine)
     assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "length"]
@@ -94,11 +96,7 @@ def test_a_plan_that_fails_as_a_whole_is_tried_again_and_then_given_up(harness, 
 
 def test_a_fault_that_stays_is_reported_and_later_requests_run(harness):
     engine = harness.engine("all")
-
-    def fault(plan):
-        raise RuntimeError("device lost")
-
-    engine.loop.fault = fault
+    engine.loop.fault = Mock(side_effect=RuntimeError("device lost"))
     engine.add_request("a", {"prompt_token_ids": [5, 6]}, SamplingParams(max_tokens=2))
     with pytest.raises(RuntimeError, match="device lost"):
         finish(engine)
@@ -135,13 +133,8 @@ BAD = 7
 @pytest.fixture(scope="module")
 def broken_embedding(harness):
     """Programs of a model in which token `BAD` is NaN."""
-    graph, state = nnx.split(harness.model)
-    spoiled = []
-    for path, leaf in nnx.to_flat_state(state):
-        if "embed" in ".".join(map(str, path)).lower():
-            leaf = leaf.replace(leaf.get_value().at[BAD].set(jnp.nan))
-        spoiled.append((path, leaf))
-    model = nnx.merge(graph, nnx.from_flat_state(spoiled))
+    model = nnx.clone(harness.model)
+    model.embed.weight[...] = model.embed.weight[...].at[BAD].set(jnp.nan)
     return StepPrograms(model, tile_size=harness.flags["tile_size"], compiler_options=QUICK_COMPILE, greedy=True)
 
 
@@ -174,13 +167,7 @@ def test_states_that_were_spoiled_on_the_device_are_forgotten(harness, mode):
     (first,) = harness.run(engine, [prompt], GREEDY)
     assert not engine.stats()["cached_tokens"]
 
-    def spoil(store):
-        def fill(leaf):
-            return leaf * jnp.nan if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
-
-        return jax.tree.map(fill, store)
-
-    engine.loop.replace_store(spoil)
+    engine.loop.replace_store(lambda store: jax.tree.map(spoiled, store))
     (second,) = harness.run(engine, [[*prompt, 9]], GREEDY)
     assert engine.stats()["cached_tokens"]
     assert second.outputs[0].finish_reason == "error"

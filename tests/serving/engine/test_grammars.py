@@ -3,8 +3,8 @@
 import os
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -77,34 +77,21 @@ def test_broken_grammars(grammars, form, says):
 def test_others_compile_meanwhile():
     fresh = of_demo(seconds=3.0)
     fresh.start(StructuredOutputs(regex="warm"))
-    failed = []
-
-    def slow():
+    with ThreadPoolExecutor(1) as threads:
+        slow = threads.submit(fresh.start, TOO_SLOW)
+        for count in range(1, 6):
+            fresh.start(StructuredOutputs(regex=f"[a-z]{{{count}}}"))
+        assert not slow.done(), "the slow one has ended before the others were compiled"
         with pytest.raises(RequestError):
-            fresh.start(TOO_SLOW)
-        failed.append(True)
-
-    thread = threading.Thread(target=slow, daemon=True)
-    thread.start()
-    compiled = 0
-    while thread.is_alive() and compiled < 5:
-        fresh.start(StructuredOutputs(regex=f"[a-z]{{{compiled + 1}}}"))
-        compiled += 1
-    assert compiled == 5
-    assert not failed, "the slow one has ended before the others were compiled"
-    thread.join(60)
+            slow.result(60)
 
 
 def test_equal_grammars_are_compiled_once(grammars, monkeypatch):
     asked = []
     submit = grammars._trials.submit
     monkeypatch.setattr(grammars._trials, "submit", lambda *args: asked.append(args) or submit(*args))
-    outputs = StructuredOutputs(regex="once|and for all")
-    threads = [threading.Thread(target=grammars.start, args=(outputs,), daemon=True) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(grammars.start, [StructuredOutputs(regex="once|and for all")] * 8))
     assert len(asked) == 1
 
 

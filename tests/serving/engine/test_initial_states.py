@@ -123,13 +123,10 @@ def test_it_continues_a_text_as_hugging_face_does(tmp_path):
         cache = llm.engine.loop.scheduler.cache
         entry = cache.index.find(prompt[:at], cache.scope(None)).entry
         assert entry.position == at
-        held = [
-            {name: np.asarray(v[entry.slot]) for name, v in arrays.items()} for arrays in llm.engine.loop.store.slots
-        ]
-        layers = {
-            index: {"state": own["ssm"], "window": np.concatenate([own["conv_x"], own["conv_bc"]], axis=1)}
-            for index, own in enumerate(held)
-        }
+        layers = {}
+        for index, arrays in enumerate(llm.engine.loop.store.slots):
+            own = {name: np.asarray(value[entry.slot]) for name, value in arrays.items()}
+            layers[index] = {"state": own["ssm"], "window": np.concatenate([own["conv_x"], own["conv_bc"]], axis=1)}
         tenant = write(tmp_path / "text", layers, fixture)
         (output,) = llm.generate(prompt[at:], GREEDY, lora_request=tenant)
         assert output.num_cached_tokens == 0

@@ -27,10 +27,13 @@ def fresh():
         yield
 
 
-def programs_like(folder, **changes):
+def programs_like(folder, compiled_for=None, **changes):
+    """Programs that are kept in a folder; that of a decode step may be compiled for an engine."""
     options = {"tile_size": 16, "compiler_options": QUICK_COMPILE, "greedy": True} | changes
     programs = StepPrograms(engines_of(SMALLEST).model, **options)
     programs.kept = KeptPrograms(folder, programs)
+    if compiled_for is not None:
+        programs.program(*copies(compiled_for), decode(compiled_for))
     return programs
 
 
@@ -121,25 +124,19 @@ def test_programs_that_jax_has_cached_are_kept_whole(engine, tmp_path, monkeypat
 
 @pytest.mark.full
 def test_a_damaged_file_is_compiled_anew(fresh, engine, tmp_path, caplog):
-    programs_like(tmp_path).program(*copies(engine), decode(engine))
+    programs_like(tmp_path, engine)
     (path,) = tmp_path.glob("*.program")
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    again = programs_like(tmp_path)
-    again.program(*copies(engine), decode(engine))
-    assert again.kept.loaded == 0
+    assert programs_like(tmp_path, engine).kept.loaded == 0
     assert "compiled again" in caplog.text
-    third = programs_like(tmp_path)
-    third.program(*copies(engine), decode(engine))
-    assert third.kept.loaded == 1
+    assert programs_like(tmp_path, engine).kept.loaded == 1
 
 
 def test_an_edit_that_changes_no_program_compiles_nothing(fresh, engine, tmp_path, monkeypatch):
-    first, batch = programs_like(tmp_path), decode(engine)
-    first.program(*copies(engine), batch)
+    first, batch = programs_like(tmp_path, engine), decode(engine)
     monkeypatch.setattr(module, "source_digest", lambda packages: "edited")
-    second = programs_like(tmp_path)
-    second.program(*copies(engine), batch)
+    second = programs_like(tmp_path, engine)
     assert second.kept.loaded == 1
     assert second.kernels.report() == first.kernels.report()
     monkeypatch.setattr(module, "source_digest", lambda packages: "an operation has another name")
@@ -151,8 +148,7 @@ def test_an_edit_that_changes_no_program_compiles_nothing(fresh, engine, tmp_pat
     third.program(*copies(engine), batch)
     assert third.kernels.report() == renamed.kernels.report()
     # Programs with other options are others.
-    fourth = programs_like(tmp_path, compiler_options={"xla_backend_optimization_level": 1})
-    fourth.program(*copies(engine), batch)
+    fourth = programs_like(tmp_path, engine, compiler_options={"xla_backend_optimization_level": 1})
     assert (third.kept.loaded, fourth.kept.loaded) == (1, 0)
 
 

@@ -19,6 +19,8 @@ from tests.support.servers.written_calls import tokenizer_with
 
 TOKENIZERS = {"tokens": tokenizer_with("<think>", "</think>"), "texts": load_tokenizer("demo")}
 """Marks that are tokens of their own, and marks that are spelled."""
+KINDS = tuple(TOKENIZERS)
+TOKENIZERS["joined"] = tokenizer_with("</think>\n4", special=False)
 GRAMMARS = {name: Grammars(each, each.vocab_size, (2,)) for name, each in TOKENIZERS.items()}
 EOS_OF_DEMO = 2
 
@@ -74,7 +76,7 @@ def test_an_answer_may_begin_at_once():
     assert allowed(spelled.masks((), 1)[0], TOKENIZERS["texts"].vocab_size) <= set(ids_of("texts", "0123456789"))
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("budget", [0, 1, 5])
 @pytest.mark.parametrize("form", [{}, {"regex": "ab"}])
 def test_a_budget_ends_it(kind, budget, form):
@@ -102,20 +104,13 @@ def test_a_budget_of_reasoning_that_may_not_come():
 
 
 def test_an_answer_that_begins_within_a_token():
-    tokenizer = tokenizer_with("</think>\n4", special=False)
-    size = tokenizer.vocab_size - 1
-    grammars = Grammars(tokenizer, tokenizer.vocab_size, (2,))
-    answer = grammars.start(StructuredOutputs(regex="[0-9]x"))
-    follow = ReasoningConstraint(
-        Reasoning(begun=True), answer, tokenizer, mask_words(tokenizer.vocab_size), frozenset((2,))
-    )  # fmt: skip
-    (x,) = tokenizer.encode("x", add_special_tokens=False)
-    assert allowed(follow.masks([size], 2)[1], size) == {x}
-    follow.advance([size])
-    assert allowed(follow.masks((), 1)[0], size) == {x}
+    follow, last = constraint("joined", Reasoning(begun=True), regex="[0-9]x"), TOKENIZERS["joined"].vocab_size - 1
+    assert allowed(follow.masks([last], 2)[1], last) == {*ids_of("joined", "x")}
+    follow.advance([last])
+    assert allowed(follow.masks((), 1)[0], last) == {*ids_of("joined", "x")}
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", [{}, {"regex": "[0-9]{2}[a-c]"}])
 @pytest.mark.parametrize("begun", [True, False])
 def test_masks_along_drafts_are_those_without(kind, form, begun):

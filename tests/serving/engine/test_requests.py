@@ -53,22 +53,19 @@ def test_deltas_add_up_to_the_whole_output(harness, engine, greedy):
     assert f"w{tokens[9]}" not in plain.text.split()[8:]
 
 
-def test_stop_ids_and_end_of_sequence(harness, engine, greedy):
+def test_stop_ids_and_end_of_sequence(harness, engine, greedy, monkeypatch):
     prompt, tokens = greedy
     output = ask(harness, engine, prompt, stop_token_ids=[tokens[2]]).outputs[0]
     assert (output.token_ids, output.stop_reason) == (tokens[:3], tokens[2])
     assert output.text == " ".join(f"w{t}" for t in tokens[:2])
-    engine.eos_token_ids, before = (tokens[4],), engine.eos_token_ids
-    try:
-        ended = ask(harness, engine, prompt, ignore_eos=False).outputs[0]
-        assert (ended.token_ids, ended.finish_reason, ended.stop_reason) == (tokens[:5], "stop", None)
-        assert ended.text == " ".join(f"w{t}" for t in tokens[:4])
-        later = ask(harness, engine, prompt, ignore_eos=False, min_tokens=7).outputs[0]
-        assert later.token_ids[:4] == tokens[:4]
-        assert len(later.token_ids) >= 7
-        assert tokens[4] not in later.token_ids[:6]
-    finally:
-        engine.eos_token_ids = before
+    monkeypatch.setattr(engine, "eos_token_ids", (tokens[4],))
+    ended = ask(harness, engine, prompt, ignore_eos=False).outputs[0]
+    assert (ended.token_ids, ended.finish_reason, ended.stop_reason) == (tokens[:5], "stop", None)
+    assert ended.text == " ".join(f"w{t}" for t in tokens[:4])
+    later = ask(harness, engine, prompt, ignore_eos=False, min_tokens=7).outputs[0]
+    assert later.token_ids[:4] == tokens[:4]
+    assert len(later.token_ids) >= 7
+    assert tokens[4] not in later.token_ids[:6]
 
 
 @pytest.mark.parametrize("alternatives", [None, 2])

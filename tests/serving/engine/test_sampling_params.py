@@ -57,10 +57,12 @@ class Watched(list):
         (lambda items: SamplingParams(stop_token_ids=items), 0),
         (lambda items: SamplingParams(prompt_logprob_token_ids=items), 0),
         (lambda items: StructuredOutputs(choice=items), 1),
+        (lambda _: SamplingParams(temperature="x" * 1_000_000), 0),
     ],
-    ids=["stop", "stop_token_ids", "prompt_logprob_token_ids", "choice"],
+    ids=["stop", "stop_token_ids", "prompt_logprob_token_ids", "choice", "long text"],
 )
 def test_a_long_list_is_refused_by_its_length_or_first_item(values, read):
+    """And what was sent is not sent back at length."""
     items = Watched([None] * 1000)
     with pytest.raises(RequestError) as refusal:
         values(items)
@@ -83,6 +85,7 @@ def test_lines_say_what_is_allowed():
         ({"max_tokens": True}, "must be an integer, got True"), ({"stop": [1]}, r"must be a list of texts, got \[1\]"),
         ({"stop_token_ids": [-1]}, "must be greater than or equal to 0, got -1"),
         ({"logit_bias": {"x": 1}}, "must be a valid integer, got 'x'"),
+        ({"stop": "x", "detokenize": False}, "stop texts need detokenize=True"),
     ):  # fmt: skip
         with pytest.raises(RequestError, match=allowed):
             SamplingParams(**fields)
@@ -97,17 +100,6 @@ def test_no_number_is_too_large_to_be_refused(name, value):
         return
     with pytest.raises(RequestError, match=rf"^{name}: must be"):
         SamplingParams(**({"max_tokens": None} | {name: value}))
-
-
-def test_numbers_of_numpy_keep_their_value():
-    params = SamplingParams(seed=np.int64(2**53 + 1), logit_bias={np.int32(4): np.float32(1.5)})
-    assert (params.seed, params.logit_bias) == (2**53 + 1, {4: 1.5})
-
-
-def test_what_was_sent_is_not_sent_back_at_length():
-    with pytest.raises(RequestError) as error:
-        SamplingParams(temperature="x" * 1_000_000)
-    assert len(str(error.value)) < 200
 
 
 def test_the_largest_values_fit_the_table_and_sample():
@@ -164,15 +156,11 @@ def test_names_of_structured_outputs_get_one_line(name, value, said):
 
 
 def test_what_comes_from_json_and_numpy():
-    params = SamplingParams(logit_bias={"7": 500, 8: -1.5}, stop="end", stop_token_ids=[np.int64(3)], seed=np.int32(4))
-    assert params.logit_bias == {7: 100.0, 8: -1.5}
-    assert params.stop == ("end",)
-    assert params.stop_token_ids == (3,)
-
-
-def test_stop_texts_need_text():
-    with pytest.raises(RequestError, match="stop texts need detokenize=True"):
-        SamplingParams(stop="x", detokenize=False)
+    bias = {"7": 500, 8: -1.5, np.int32(4): np.float32(1.5)}
+    params = SamplingParams(logit_bias=bias, stop="end", stop_token_ids=[np.int64(3)], seed=np.int64(2**53 + 1))
+    assert params.logit_bias == {7: 100.0, 8: -1.5, 4: 1.5}
+    assert (params.stop, params.stop_token_ids, params.seed) == (("end",), (3,), 2**53 + 1)
+    assert SamplingParams(seed=np.int32(4)).seed == 4
 
 
 def test_limits_are_those_of_the_devices_table():

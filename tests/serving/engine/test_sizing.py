@@ -4,6 +4,7 @@ import dataclasses
 import os
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax.numpy as jnp
 import pytest
@@ -34,10 +35,10 @@ MIB = 1 << 20
 FOUR = {"context_parallel_size": 4}
 
 
-def size(memory=64 * MIB, shape=SHAPE, mode="all", longest=4096, most=sys.maxsize, **flags):
+def size(memory=64 * MIB, shape=SHAPE, mode="all", longest=4096, most=sys.maxsize, platform="cpu", **flags):
     return size_store(
         EngineConfig.create(**flags), shape, mode=mode, dtype=jnp.float32, model_max_len=longest, memory=memory,
-        most_tokens=most,
+        most_tokens=most, platform=platform,
     )  # fmt: skip
 
 
@@ -90,29 +91,20 @@ def test_pages_of_members_are_rounded_up_once():
     ],
 )
 def test_the_default_page_size_depends_on_the_platform_and_divides_the_state_block(platform, flags, page_size):
-    config = EngineConfig.create(**flags)
-    sizes = {"dtype": jnp.float32, "model_max_len": 4096, "memory": 64 * MIB, "most_tokens": sys.maxsize}
-    found = size_store(config, SHAPE, mode="all", platform=platform, **sizes)
+    found = size(platform=platform, **flags)
     assert found.page_size == page_size
     assert found.bytes_per_page == SHAPE.bytes_per_page(page_size, jnp.float32)
 
 
 def test_the_bytes_are_those_of_the_arrays():
-    found = size(4 * MIB, max_num_seqs=2)
-    store = init_store(
-        SHAPE, num_slots=found.num_slots, num_pages=found.num_pages, page_size=32, dtype=jnp.float32, debug_state=False
-    )
-    assert store_bytes(store) == found.total_bytes
-
-
-def test_keys_and_values_in_8_bits_and_states_in_16_take_so_much_less():
+    """Keys and values in 8 bits and states in 16 take so much less."""
     wide = size(4 * MIB, max_num_seqs=2)
     narrow = size(4 * MIB, max_num_seqs=2, kv_cache_dtype="fp8", ssm_dtype="float16")
     assert 4 * narrow.bytes_per_page == wide.bytes_per_page
     assert narrow.bytes_per_slot < 0.6 * wide.bytes_per_slot
-    types = {"dtype": jnp.float32, "kv_dtype": "float8_e4m3fn", "ssm_dtype": jnp.float16}
-    store = init_store(SHAPE, num_slots=narrow.num_slots, num_pages=narrow.num_pages, page_size=32, **types)
-    assert store_bytes(store) == narrow.total_bytes <= 4 * MIB
+    for found, types in ((wide, {}), (narrow, {"kv_dtype": "float8_e4m3fn", "ssm_dtype": jnp.float16})):
+        sizes = {"num_slots": found.num_slots, "num_pages": found.num_pages, "page_size": 32, "dtype": jnp.float32}
+        assert store_bytes(init_store(SHAPE, **sizes, **types)) == found.total_bytes <= 4 * MIB
 
 
 def test_clamped_limits_are_said():
@@ -168,9 +160,7 @@ def test_the_report_says_what_a_user_asks():
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(monkeypatch):
-    def never(*_, **__):
-        raise AssertionError("weights are being loaded")
-
+    never = Mock(side_effect=AssertionError("weights are being loaded"))
     monkeypatch.setattr(Checkpoint, "load_identified", never)
     monkeypatch.setattr(free_memory, "available_ram", lambda: 8 << 30)
     config = EngineConfig.create(model="nemotron-h-8b", load_format="dummy", dtype="bfloat16")
@@ -261,7 +251,7 @@ def test_refuses_a_share_that_is_not_a_fraction(text):
 
 @pytest.mark.parametrize("reserved", [None, "0.93", "1"], ids=["application", "command line", "user"])
 def test_the_store_fills_its_part_of_the_device(reserved, monkeypatch):
-    environment = {} if reserved is None else {"XLA_CLIENT_MEM_FRACTION": reserved}
+    environment = {} if reserved is None else {NEW: reserved}
     share, expected = (0.75, 0.75 * 0.9) if reserved is None else (float(reserved), 0.9)
     monkeypatch.setattr(free_memory, "usable_share", lambda platform, used: usable_share(platform, used, environment))
     weights, workspace = 30 << 30, 2 << 30

@@ -34,14 +34,16 @@ def start(harness, mode):
 
 @pytest.fixture
 def watched(harness, monkeypatch):
-    """An engine, the shapes that its steps run by, and what lets its compiling thread go on."""
+    """An engine, the shapes that its steps run by, what lets its compiling thread go on, and errors by shape."""
     engine = start(harness, "none")
-    programs, go_on, shapes = engine.loop.programs, threading.Event(), []
+    programs, go_on, shapes, errors = engine.loop.programs, threading.Event(), [], {}
     compile, step = programs.program, programs.step
 
     def compile_later(store, rows, batch):
         if threading.current_thread().name == "compiling":
             go_on.wait(300)
+        if isinstance(batch, PrefillBatch | DecodeBatch) and batch.tokens.shape in errors:
+            raise RuntimeError(errors[batch.tokens.shape])
         return compile(store, rows, batch)
 
     def watch(store, rows, batch):
@@ -50,7 +52,7 @@ def watched(harness, monkeypatch):
 
     monkeypatch.setattr(programs, "program", compile_later)
     monkeypatch.setattr(programs, "step", watch)
-    yield engine, shapes, go_on
+    yield engine, shapes, go_on, errors
     engine.loop.leaving.set()
     go_on.set()
     wait_for_programs()
@@ -63,7 +65,7 @@ def wait_for_programs():
 
 
 def test_steps_run_by_wider_programs_until_the_narrower_ones_are_there(harness, watched):
-    engine, shapes, go_on = watched
+    engine, shapes, go_on, _ = watched
     batches = engine.loop.batches
     warm_up(engine.loop, harness.vocab_size, progress=False, background=True)
     compiled = engine.loop.programs.compilations
@@ -82,16 +84,9 @@ def test_steps_run_by_wider_programs_until_the_narrower_ones_are_there(harness, 
     assert narrow.outputs[0].token_ids == wide.outputs[0].token_ids
 
 
-def test_a_narrower_program_that_cannot_be_compiled_stops_no_request(harness, watched, monkeypatch):
-    engine, shapes, go_on = watched
-    compile = engine.loop.programs.program
-
-    def failing(store, rows, batch):
-        if threading.current_thread().name == "compiling" and batch.tokens.shape == (1, 1):
-            raise RuntimeError("no memory")
-        return compile(store, rows, batch)
-
-    monkeypatch.setattr(engine.loop.programs, "program", failing)
+def test_a_narrower_program_that_cannot_be_compiled_stops_no_request(harness, watched):
+    engine, shapes, go_on, errors = watched
+    errors[1, 1] = "no memory"
     go_on.set()
     warm_up(engine.loop, harness.vocab_size, progress=False, background=True)
     wait_for_programs()
@@ -102,17 +97,10 @@ def test_a_narrower_program_that_cannot_be_compiled_stops_no_request(harness, wa
     assert engine.loop.programs.compilations == compiled
 
 
-def test_a_step_that_does_not_fit_is_halved_and_a_narrower_one_is_left_out(harness, watched, monkeypatch, caplog):
-    engine, shapes, _ = watched
-    compile, batches = engine.loop.programs.program, engine.loop.batches
-    widest = batches.prefill_shapes[-1].tokens
-
-    def failing(store, rows, batch):
-        if isinstance(batch, PrefillBatch | DecodeBatch) and batch.tokens.shape in ((widest,), (1, 1)):
-            raise RuntimeError("RESOURCE_EXHAUSTED: as a device reports it")
-        return compile(store, rows, batch)
-
-    monkeypatch.setattr(engine.loop.programs, "program", failing)
+def test_a_step_that_does_not_fit_is_halved_and_a_narrower_one_is_left_out(harness, watched, caplog):
+    engine, shapes, _, errors = watched
+    widest = engine.loop.batches.prefill_shapes[-1].tokens
+    errors[widest,] = errors[1, 1] = "RESOURCE_EXHAUSTED: as a device reports it"
     warm_up(engine.loop, harness.vocab_size, progress=False)
     assert f"steps take {widest // 2} prompt tokens" in caplog.text
     assert "no memory for the program decode of 1 x 1" in caplog.text
@@ -126,7 +114,7 @@ def test_a_step_that_does_not_fit_is_halved_and_a_narrower_one_is_left_out(harne
 
 
 def test_compiling_ends_with_the_engine(harness, watched):
-    engine, shapes, go_on = watched
+    engine, shapes, go_on, _ = watched
     warm_up(engine.loop, harness.vocab_size, progress=False, background=True)
     engine.loop.leaving.set()
     go_on.set()
@@ -136,7 +124,7 @@ def test_compiling_ends_with_the_engine(harness, watched):
 
 
 def test_the_log_says_what_is_coming_and_when_it_is_there(harness, watched, caplog):
-    engine, _, go_on = watched
+    engine, _, go_on, _ = watched
     with caplog.at_level(logging.INFO, logger="serving"):
         warm_up(engine.loop, harness.vocab_size, progress=False, background=True)
         (coming,) = [record.message for record in caplog.records if "in the background" in record.message]
@@ -203,8 +191,7 @@ def pinning(monkeypatch):
 
 def tokens_of(harness, **flags):
     engine = harness.engine("all", **flags)
-    outputs = harness.run(engine, PROMPTS, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True))
-    return [output.outputs[0].token_ids for output in outputs]
+    return [output.outputs[0].token_ids for output in harness.run(engine, PROMPTS, PARAMS)]
 
 
 def test_only_short_last_axes_are_pinned(harness, pinning):

@@ -15,7 +15,7 @@ from serving.config import ConfigError
 from serving.core.tiers.tiers import FetchCosts
 from serving.engine.assembly.devices import scheduler_clock
 from tests.support.compiled_programs import least_collectives
-from tests.support.engines.divided_engines import FLAGS, GREEDY, answers, divided_llm
+from tests.support.engines.divided_engines import GREEDY, answers, divided_llm
 from tests.support.engines.engines import finish
 from tests.support.engines.replicas import admitted, check_idle
 from tests.support.engines.small_tiers import tier_mover
@@ -71,10 +71,9 @@ def test_heads_that_do_not_divide_are_padded(tmp_path, caplog):
     outputs = answers(llm)
     assert_greedy(outputs, directory, atol=2e-4)
     assert_divided(llm, 8)
-    with pytest.raises(RequestError, match="weights cannot be replaced: 20 attention heads are padded"):
-        llm.update_weights(str(directory))
-    with pytest.raises(RequestError, match="weights cannot be replaced: 20 attention heads are padded"):
-        llm.sleep(2)
+    for replace, given in ((llm.update_weights, str(directory)), (llm.sleep, 2)):
+        with pytest.raises(RequestError, match="weights cannot be replaced: 20 attention heads are padded"):
+            replace(given)
     again = llm.generate({"prompt_token_ids": outputs[0].prompt_token_ids}, GREEDY, use_tqdm=False)
     assert_greedy(again, directory, atol=2e-4)
 
@@ -144,9 +143,8 @@ def test_what_does_not_divide_is_refused(case, shards, message, tmp_path):
 def test_two_replicas_of_two_devices(tmp_path, monkeypatch, quick_compilation):
     monkeypatch.setattr(FetchCosts, "worth_fetching", lambda *_: True)  # computing a few tokens takes less time
     directory = write_checkpoint(tmp_path, EIGHT)
-    flags = FLAGS | {"max_num_seqs": 2, "max_num_batched_tokens": 32}
-    flags |= {"host_cache_gib": 0.05, "disk_cache": str(tmp_path / "disk"), "disk_cache_gib": 0.05}
-    llm = LLM(directory, data_parallel_size=2, tensor_parallel_size=2, speculative_method=EIGHT.drafts, **flags)
+    tiers = {"host_cache_gib": 0.05, "disk_cache": str(tmp_path / "disk"), "disk_cache_gib": 0.05}
+    llm = divided_llm(directory, EIGHT, 2, data_parallel_size=2, max_num_seqs=2, **tiers)
     params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=2)
     prompts = [{"prompt_token_ids": [7 + i, 8, 9] * 14} for i in range(4)]
     for _ in range(2):
@@ -170,13 +168,11 @@ def test_two_replicas_of_two_devices(tmp_path, monkeypatch, quick_compilation):
     assert_greedy(llm.generate(prompts, params, use_tqdm=False), directory)
     check_idle(llm.engines)
     # What one mesh held comes back to the other one.
-    one, other = llm.engines
-    while one.loop.scheduler.index.evict_state():
-        pass
-    tier_mover(one).copy_out(one.loop.store)
-    while other.loop.scheduler.index.evict_state():  # what it has of its own
-        pass
-    tier_mover(other).copy_out(other.loop.store)
+    for each in llm.engines:
+        while each.loop.scheduler.index.evict_state():  # of the other one, what it has of its own
+            pass
+        tier_mover(each).copy_out(each.loop.store)
+    other = llm.engines[1]
     again = [other.add_request(f"r{i}", prompt, params) for i, prompt in enumerate(prompts)]
     finish(other)
     assert_greedy(again, directory)

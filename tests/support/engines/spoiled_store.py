@@ -20,14 +20,14 @@ def spoiled_store(*args: Any, **sizes: Any) -> Store:
 def spoiled_sharded_store(*args: Any, **sizes: Any) -> Store:
     """The same over the devices of a mesh, as `sharded_store` makes it."""
     store = sharded_store(*args, **sizes)
-    return jax.tree.map(lambda leaf: jax.device_put(_spoiled(leaf), leaf.sharding), store)
+    return jax.tree.map(lambda leaf: jax.device_put(spoiled(leaf), leaf.sharding), store)
 
 
 @functools.cache
 def _maker(*args: Any, **sizes: Any) -> Callable[[], Store]:
     # One program: outside of `jit` there would be one or two for each shape.
-    return StoredJit(lambda: jax.tree.map(_spoiled, init_store(*args, **sizes)))
+    return StoredJit(lambda: jax.tree.map(spoiled, init_store(*args, **sizes)))
 
 
-def _spoiled(leaf: jax.Array) -> jax.Array:
+def spoiled(leaf: jax.Array) -> jax.Array:
     return jnp.full_like(leaf, jnp.nan) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
