@@ -2,52 +2,41 @@
 
 import re
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+from fastapi import FastAPI, Request
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from mamba_jax.version import install_advice
-from serving.api.http.settings import ServerSettings
+from serving.api.http.settings import ConnectionBounds, ServerSettings
 from serving.api.traces import Traces
 from serving.config import ConfigError
+from tests.support.servers.live_server import running
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
 
 
-class Receiver(BaseHTTPRequestHandler):
-    """Takes OTLP over HTTP."""
-
-    def do_POST(self):
-        sent = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["content-length"])))
-        self.server.spans += [span for all in sent.resource_spans for scope in all.scope_spans for span in scope.spans]
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture
-def spans_of(server):
-    """Runs something against the server and returns the spans that come of it."""
-    collector, before = HTTPServer(("127.0.0.1", 0), Receiver), server.context.traces
-    collector.spans = []
-    threading.Thread(target=collector.serve_forever, daemon=True).start()
-    traces = server.context.traces = Traces(f"http://127.0.0.1:{collector.server_port}/v1/traces", "demo")
+def spans_of(server, monkeypatch):
+    """Runs something against the server and returns the spans that come of it, sent by OTLP over HTTP."""
+    app, found = FastAPI(), []
+
+    @app.post("/v1/traces")
+    async def receive(request: Request) -> None:
+        sent = ExportTraceServiceRequest.FromString(await request.body())
+        found.extend(span for all in sent.resource_spans for scope in all.scope_spans for span in scope.spans)
 
     def spans(action):
         action()
         server.assert_idle()
         traces.close()
-        return collector.spans
+        return found
 
-    yield spans
-    server.context.traces = before
-    collector.shutdown()
-    collector.server_close()
+    with running(app, ConnectionBounds()) as (_, url):
+        traces = Traces(f"{url}/v1/traces", "demo")
+        monkeypatch.setattr(server.context, "traces", traces)
+        yield spans
 
 
 def attributes(span):

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import http.server
+import itertools
 import json
-import threading
 
 import pytest
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse, PlainTextResponse
 
 from checkpoints.random import write_random
+from serving.api.http.settings import ConnectionBounds
 from serving.bench import latency
 from serving.bench.report import check_plot
 from serving.cli.bench import PROGRAMS
 from serving.cli.main import run
+from tests.support.servers.live_server import running
 
 TINY = {
     "model_type": "mamba2", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_heads": 4, "head_dim": 16,
@@ -57,46 +60,24 @@ def test_throughput(tmp_path, capfd):
     assert plot.read_text().startswith("<?xml")
 
 
-class Canned(http.server.BaseHTTPRequestHandler):
-    """Answers as an OpenAI server does: three pieces of text, then usage. Every fourth request fails."""
+@pytest.fixture
+def canned():
+    """The URL of a server that answers as OpenAI's: three pieces of text, then usage. Every fourth request fails."""
+    app, numbers = FastAPI(), itertools.count(1)
+    app.add_api_route("/v1/models", lambda: {"data": [{"id": "canned"}]})
 
-    count = 0
-
-    def do_GET(self):
-        self.reply(b'{"data": [{"id": "canned"}]}')
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+    @app.post("/v1/completions")
+    async def complete(body: dict):
         assert body["stream"]
-        Canned.count += 1
-        if Canned.count % 4 == 0:
-            return self.reply(b'{"error": {"message": "queue full"}}', status=429)
+        if next(numbers) % 4 == 0:
+            return JSONResponse({"error": {"message": "queue full"}}, 429)
         usage = {"prompt_tokens": 10, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}}
         events = [{"choices": [{"text": text}]} for text in ("a", "b", "c", "")]
         events.append({"choices": [], "usage": usage})
-        text = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
-        return self.reply(text.encode())
+        return PlainTextResponse("".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n")
 
-    def reply(self, content, status=200):
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *args):
-        pass
-
-
-@pytest.fixture
-def canned():
-    """The URL of a server of such answers."""
-    Canned.count = 0
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Canned) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with running(app, ConnectionBounds()) as (_, url):
+        yield url
 
 
 def test_latency_against_a_server(canned, capfd, tmp_path):
