@@ -10,20 +10,24 @@ from serving.api.http.parsing.answer_pieces import whole_calls
 from serving.api.http.protocol.chat import Tool
 
 
-def _json(name, arguments):
+def _json(_, name, arguments):
     return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+
+
+def _python(_, name, arguments):
+    return f"{name}({', '.join(f'{key}={json.dumps(value)}' for key, value in arguments.items())})"
 
 
 def _plain(value):
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _qwen(name, arguments):
+def _qwen(_, name, arguments):
     values = "".join(f"<parameter={key}>\n{_plain(value)}\n</parameter>\n" for key, value in arguments.items())
     return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
 
 
-def _ling(name, arguments):
+def _ling(_, name, arguments):
     pairs = ((key, _plain(value)) for key, value in arguments.items())
     values = "".join(f"<arg_key>{key}</arg_key><arg_value>{value}</arg_value>" for key, value in pairs)
     return f"<tool_call>{name}{values}</tool_call>"
@@ -34,34 +38,23 @@ def _kimi(index, name, arguments):
     return f"{tag}{json.dumps(arguments)}<|tool_call_end|>"
 
 
-FORMS = ("hermes", "nemotron", "qwen3_coder", "jamba", "kimi_k2", "lfm2", "ling3", "olmo3")
+FORMS = {
+    "hermes": ("<tool_call>\n", _json, "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
+    "nemotron": ("<TOOLCALL>[", _json, ", ", "]</TOOLCALL>"),
+    "qwen3_coder": ("", _qwen, "\n", ""),
+    "jamba": ("<tool_calls>[", _json, ", ", "]</tool_calls>"),
+    "kimi_k2": ("<|tool_calls_section_begin|>", _kimi, "", "<|tool_calls_section_end|>"),
+    "lfm2": ("<|tool_call_start|>[", _python, ", ", "]<|tool_call_end|>"),
+    "ling3": ("", _ling, "\n", ""),
+    "olmo3": ("<function_calls>", _python, "\n", "</function_calls>"),
+}
+"""What a format writes before all calls, for each, between two, and after all."""
 
 
-def written(form, *calls, literal=json.dumps):
-    """Calls, each a name and arguments, in one format. `literal` writes the values of calls in Python's syntax."""
-
-    def python(name, arguments):
-        return f"{name}({', '.join(f'{key}={literal(value)}' for key, value in arguments.items())})"
-
-    match form:
-        case "hermes":
-            return "\n".join(f"<tool_call>\n{_json(*call)}\n</tool_call>" for call in calls)
-        case "nemotron":
-            return f"<TOOLCALL>[{', '.join(_json(*call) for call in calls)}]</TOOLCALL>"
-        case "qwen3_coder":
-            return "\n".join(_qwen(*call) for call in calls)
-        case "jamba":
-            return f"<tool_calls>[{', '.join(_json(*call) for call in calls)}]</tool_calls>"
-        case "kimi_k2":
-            whole = "".join(_kimi(i, *call) for i, call in enumerate(calls))
-            return f"<|tool_calls_section_begin|>{whole}<|tool_calls_section_end|>"
-        case "lfm2":
-            return f"<|tool_call_start|>[{', '.join(python(*call) for call in calls)}]<|tool_call_end|>"
-        case "ling3":
-            return "\n".join(_ling(*call) for call in calls)
-        case "olmo3":
-            return "<function_calls>" + "\n".join(python(*call) for call in calls) + "</function_calls>"
-    raise AssertionError(form)
+def written(form, *calls):
+    """Calls, each a name and arguments, in one format."""
+    begin, write, between, end = FORMS[form]
+    return begin + between.join(write(i, *call) for i, call in enumerate(calls)) + end
 
 
 def found(form, pieces, tools=(), *, cut=False, **options):
