@@ -5,7 +5,7 @@ import pytest
 
 from serving.engine.requests.sampling_params import SamplingParams
 from tests.support.engines.engines import finish
-from tests.support.fleets.split_pair import DRAFTERS, GREEDY, B, Pair, assert_as_alone, build, tokens
+from tests.support.fleets.split_pair import DRAFTERS, GREEDY, B, Pair, assert_as_alone, build, output_of, tokens
 from tests.support.selection import slow
 
 FULL, SLOW = pytest.mark.full, pytest.mark.slow
@@ -47,9 +47,7 @@ def test_what_is_narrow_gives_what_one_engine_with_the_same_flags_says(flags, so
     }
     for length in lengths:
         prompt = tokens(length, length)
-        engine = build("none", **flags).engine
-        one = engine.add_request("alone", {"prompt_token_ids": prompt}, GREEDY)
-        finish(engine)
+        one = output_of(build("none", **flags).engine, prompt)
         for handoff in ("full", "recompute-last"):
             assert pair.run(prompt, handoff).outputs[0].token_ids == one.outputs[0].token_ids
     pair.assert_idle()
@@ -63,8 +61,7 @@ def test_a_drafter_drafts_from_what_arrived_as_from_what_was_computed_here(sourc
     for length in LENGTHS:
         for handoff in ("full", "recompute-last"):
             prompt = tokens(length, length)
-            own = alone.add_request(f"{length} {handoff}", {"prompt_token_ids": prompt}, GREEDY)
-            finish(alone)
+            own = output_of(alone, prompt)
             assert pair.run(prompt, handoff).outputs[0].token_ids == own.outputs[0].token_ids
             drafts = [np.asarray(engine.loop._rows.drafts) for engine in (pair.decode, alone)]
             np.testing.assert_array_equal(*drafts, err_msg=f"{length} {handoff}")

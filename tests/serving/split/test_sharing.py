@@ -15,8 +15,7 @@ from serving.split.router.placement import PromptMatch, Tokens
 from serving.split.router.relay import Relay
 from serving.split.settings import SplitSettings
 from serving.split.wire import ShareRequest, SplitError, Ticket
-from tests.support.engines.engines import finish
-from tests.support.fleets.split_pair import GREEDY, Pair, assert_as_alone, build, tokens, worker
+from tests.support.fleets.split_pair import Pair, assert_as_alone, build, output_of, tokens, worker
 from tests.support.servers.fake_workers import Workers, all_of, asked, fleet_of, slow
 
 
@@ -27,11 +26,6 @@ class Replicas(Pair):
         first, second = (worker(build(mode)) for _ in range(2))
         self.connect(PrefillSide(first, computes=False, max_kept=2), DecodeSide(second))
 
-    def ask(self, engine, prompt, remote=None, **more):
-        output = engine.add_request(self.name(), {"prompt_token_ids": prompt}, GREEDY, remote=remote, **more)
-        finish(engine)
-        return output
-
     def lend(self, prompt, beyond=0, salt=None) -> Ticket:
         return self.prefill_side.share(ShareRequest(tokens=prompt, beyond=beyond, salt=salt))
 
@@ -41,15 +35,15 @@ class Replicas(Pair):
 def test_what_another_replica_computed_is_not_computed_again(mode):
     replicas = Replicas(mode)
     for seed, length, more in ((1, 37, 9), (2, 48, 1), (3, 40, 0)):
-        replicas.ask(replicas.prefill, tokens(seed, length))
+        output_of(replicas.prefill, tokens(seed, length))
         prompt = tokens(seed, length + more)
         ticket = replicas.lend(prompt)
         assert ticket.position == length
-        output = replicas.ask(replicas.decode, prompt, replicas.remote(ticket))
+        output = output_of(replicas.decode, prompt, remote=replicas.remote(ticket))
         assert output.num_cached_tokens == length
         assert_as_alone(prompt, output, (mode, seed))
         # The one that lent it still has it.
-        again = replicas.ask(replicas.prefill, prompt)
+        again = output_of(replicas.prefill, prompt)
         assert again.num_cached_tokens >= length
         assert_as_alone(prompt, again, (mode, seed, "lender"))
     assert replicas.decode_side.stats.arrived == 3
@@ -59,7 +53,7 @@ def test_what_another_replica_computed_is_not_computed_again(mode):
 
 def test_what_is_gone_or_too_many_is_refused():
     replicas = Replicas()
-    replicas.ask(replicas.prefill, tokens(1, 37), cache_salt="mine")
+    output_of(replicas.prefill, tokens(1, 37), cache_salt="mine")
     with pytest.raises(SplitError, match="no cached state"):
         replicas.lend(tokens(1, 40))
     with pytest.raises(SplitError, match="no cached state"):
@@ -84,21 +78,21 @@ def test_a_state_that_does_not_come_costs_a_wait_and_no_more():
     replicas = Replicas()
     replicas.decode_side.policy = "fail"  # applies to prompts computed for this worker; it can compute this one itself
     for seed in (1, 2):
-        replicas.ask(replicas.prefill, tokens(seed, 37))
+        output_of(replicas.prefill, tokens(seed, 37))
         prompt = tokens(seed, 45)
         ticket = replicas.lend(prompt)
         if seed == 1:
             replicas.prefill_side.release(ticket.id, wanted=False)
         else:
             replicas.prefill.loop._forget()
-        assert_as_alone(prompt, replicas.ask(replicas.decode, prompt, replicas.remote(ticket)), seed)
+        assert_as_alone(prompt, output_of(replicas.decode, prompt, remote=replicas.remote(ticket)), seed)
     assert replicas.decode_side.stats.failed == 2
     replicas.assert_idle()
 
 
 def test_it_is_fetched_only_where_that_is_cheaper():
     replicas = Replicas()
-    replicas.ask(replicas.prefill, tokens(1, 37))
+    output_of(replicas.prefill, tokens(1, 37))
     ticket = replicas.lend(tokens(1, 40))
     assert replicas.decode_side.worth_fetching(ticket), "nothing is known yet"
     prices = replicas.decode.loop.scheduler.fetch_costs
@@ -108,7 +102,7 @@ def test_it_is_fetched_only_where_that_is_cheaper():
     assert not replicas.decode_side.worth_fetching(ticket)
     prices.per_byte[PEER] = 1e-12
     assert replicas.decode_side.worth_fetching(ticket)
-    replicas.ask(replicas.decode, tokens(1, 37))
+    output_of(replicas.decode, tokens(1, 37))
     assert not replicas.decode_side.worth_fetching(ticket), "it is here already"
     replicas.decode.loop.scheduler.change_weights()
     assert not replicas.decode_side.worth_fetching(ticket)
@@ -125,13 +119,10 @@ def test_lending_takes_memory_only_where_it_is_asked_for():
 
 PROMPT = list(range(40))
 TICKET = Ticket(id="t", worker="http://a", handoff="full", prompt_token_ids=PROMPT, position=30, lease=9.0, shared=True)
+SHARED = httpx.Response(200, json=TICKET.model_dump())
 
 
-async def _shared(request):
-    return httpx.Response(200, json=TICKET.model_dump())
-
-
-def sharing(share=_shared, **more):
+def sharing(share=SHARED, **more):
     """Workers that answer so to the router's requests for states."""
     answers = {"/split/share": share} | {f"/split/{name}": answer for name, answer in more.items()}
     return Workers(a=answers, b=answers)

@@ -94,8 +94,7 @@ def test_arrivals_wait_for_room_and_not_for_ever():
     side = pair.decode_side
     side._arriving = side._max_arriving
     prompt = tokens(40, B + 3)
-    output = pair.run(prompt)
-    assert_as_alone(prompt, output)
+    assert_as_alone(prompt, pair.run(prompt))
     assert (side.stats.arrived, side.stats.failed) == (0, 1)
     side._arriving = 0
     assert_as_alone(tokens(41, B), pair.run(tokens(41, B)))
@@ -133,22 +132,17 @@ class Engine:
     """Does what it is told in order, and takes its time for everything."""
 
     def __init__(self, pace):
-        self.commands, self._pace = asyncio.Queue(), pace
-        self._task = asyncio.create_task(self._run())
+        self.commands, self._turn, self._pace = set(), asyncio.Lock(), pace
 
-    async def _run(self):
-        while True:
-            function, done = await self.commands.get()
+    async def _run(self, function):
+        async with self._turn:
             await asyncio.sleep(self._pace())
-            try:
-                done.set_result(function(None))
-            except Exception as error:
-                done.set_exception(error)
+            return function(None)
 
     def tell(self, function):
-        done = asyncio.get_running_loop().create_future()
-        self.commands.put_nowait((function, done))
-        return done
+        self.commands.add(command := asyncio.create_task(self._run(function)))
+        command.add_done_callback(self.commands.discard)
+        return command
 
     async def call(self, function):
         return await asyncio.shield(self.tell(function))
@@ -168,10 +162,7 @@ def a_context(pace):
 
 @pytest.fixture
 def no_prompt(monkeypatch):
-    async def prompt(context, kind, body, headers):
-        return WorkerPrompt([1, 2, 3], 0, None)
-
-    monkeypatch.setattr(routes, "prompt_of", prompt)
+    monkeypatch.setattr(routes, "prompt_of", mock.AsyncMock(return_value=WorkerPrompt([1, 2, 3], 0, None)))
 
 
 async def test_clients_that_leave_at_any_moment_leave_no_places_taken(no_prompt):
@@ -189,7 +180,7 @@ async def test_clients_that_leave_at_any_moment_leave_no_places_taken(no_prompt)
             side.release(ticket.id, wanted=True)  # it was quicker
 
     await asyncio.gather(*(one() for _ in range(200)))
-    await until(lambda: not side.kept and context.engine.commands.empty())
+    await until(lambda: not side.kept and not context.engine.commands)
     assert side.stats.begun > 50
 
 

@@ -11,7 +11,7 @@ from serving.split.http.roles import prepare
 from serving.split.wire import SplitError
 from serving.state_transfer.programs import PointPrograms
 from tests.support.engines.engines import finish
-from tests.support.fleets.split_pair import GREEDY, B, DelayedExecutor, Pair, assert_as_alone, tokens
+from tests.support.fleets.split_pair import GREEDY, B, DelayedExecutor, Pair, assert_as_alone, output_of, tokens
 
 PROMPT = tokens(1, 3 * B + 5)
 
@@ -38,8 +38,7 @@ def test_hits_of_a_shorter_prefix(warm, handoff):
     pair = Pair("all")
     for engine, name, length in ((pair.prefill, "prefill", 2 * B + 3), (pair.decode, "decode", B + 9)):
         if warm in (name, "both"):
-            engine.add_request(f"warm-{name}", {"prompt_token_ids": PROMPT[:length]}, GREEDY)
-            finish(engine)
+            output_of(engine, PROMPT[:length])
     output = pair.run(PROMPT, handoff)
     assert_as_alone(PROMPT, output)
     stats = pair.decode_side.stats
@@ -61,8 +60,7 @@ def test_marks_keep_states_where_a_prompt_is_computed_and_are_counted():
 def test_pages_there_and_state_not():
     """One state is sent, and no page."""
     pair = Pair("all")
-    pair.decode.add_request("warm", {"prompt_token_ids": PROMPT}, GREEDY)
-    finish(pair.decode)
+    output_of(pair.decode, PROMPT)
     index = pair.decode.loop.scheduler.index
     while index.evict_state():
         pass
@@ -240,9 +238,8 @@ def test_attaching_a_neighbor_changes_no_hit():
         engine = Pair("all").decode
         if not attached:
             engine.loop.sources.clear()
-        for i, length in enumerate((40, 40, 20, 3 * B, 3 * B + 5)):
-            engine.add_request(f"{i}", {"prompt_token_ids": PROMPT[:length]}, GREEDY)
-            finish(engine)
+        for length in (40, 40, 20, 3 * B, 3 * B + 5):
+            output_of(engine, PROMPT[:length])
         counted.append(engine.loop.scheduler.stats())
     assert counted[0] == counted[1]
 

@@ -23,7 +23,7 @@ from serving.split.transports import TransportError
 from serving.split.wire import Ticket
 from serving.split.worker import Worker
 from serving.state_transfer.identity import model_digest
-from serving.state_transfer.programs import Arrangement, num_bytes
+from serving.state_transfer.programs import Arrangement, PointPrograms, num_bytes
 from tests.support.engines.engines import Continuation, finish
 from tests.support.engines.step_programs import NoPrograms, shared_programs
 from tests.support.models.letter_tokens import EOS, letters
@@ -122,8 +122,6 @@ def programs(source: str) -> StepPrograms:
 @functools.cache
 def points():
     """Programs for points, shared by all workers of this arrangement."""
-    from serving.state_transfer.programs import PointPrograms
-
     return PointPrograms(Arrangement(StoreShape.of(CONFIG)))
 
 
@@ -179,17 +177,16 @@ class Pair:
         if not fed:
             return self.prefill_side.ticket(None, prompt, handoff)
         export = self.prefill_side.begin()
-        output = self.prefill.add_request(self.name(), {"prompt_token_ids": fed}, ONCE,
-                                          cache_salt=salt, lora_request=lora, export=export,
-                                          cache_marks=marks)  # fmt: skip
-        finish(self.prefill)
+        more = {"cache_salt": salt, "lora_request": lora, "export": export, "cache_marks": marks}
+        output = output_of(self.prefill, fed, ONCE, **more)
         counts = {"cached_tokens": output.num_cached_tokens, "written_tokens": output.cache_write_tokens}
         name = None if lora is None else lora.lora_name
         return self.prefill_side.ticket(export, prompt, handoff, adapter_name=name, **counts)
 
     def add(self, prompt, ticket: Ticket | None, params=GREEDY, **more):
-        remote = self.remote(ticket) if ticket is not None else None
-        return self.decode.add_request(self.name(), {"prompt_token_ids": list(prompt)}, params, remote=remote, **more)
+        self.count += 1
+        name, remote = f"r{self.count}", self.remote(ticket) if ticket is not None else None
+        return self.decode.add_request(name, {"prompt_token_ids": list(prompt)}, params, remote=remote, **more)
 
     def remote(self, ticket: Ticket):
         """What a request waits for that goes on from a ticket's state."""
@@ -200,10 +197,6 @@ class Pair:
         output = self.add(prompt, self.compute(prompt, handoff), params)
         finish(self.decode)
         return output
-
-    def name(self) -> str:
-        self.count += 1
-        return f"r{self.count}"
 
     @property
     def state_bytes(self) -> int:
@@ -220,14 +213,18 @@ class Pair:
             assert not transport.offered
 
 
+def output_of(engine, prompt, params=GREEDY, **more):
+    """Runs a request from beginning to end on an engine; its output."""
+    output = engine.add_request("only one", {"prompt_token_ids": list(prompt)}, params, **more)
+    finish(engine)
+    return output
+
+
 @functools.cache
 def alone(prompt: tuple[int, ...], count: int = 12) -> Continuation:
     """What comes after a prompt, by an engine without cache, drafts and split."""
-    engine = build("none").engine
     params = dataclasses.replace(GREEDY, max_tokens=count)
-    output = engine.add_request("alone", {"prompt_token_ids": list(prompt)}, params)
-    finish(engine)
-    return Continuation.of(output.outputs[0])
+    return Continuation.of(output_of(build("none").engine, prompt, params).outputs[0])
 
 
 def assert_as_alone(prompt, output, what="", count=12):
