@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from fastapi import APIRouter, FastAPI
 
-from serving.api.http.errors import ApiError
+from serving.api.http import errors
 from serving.split import transports
 from serving.split.http.peer import HttpPeer, SealAuth
 from serving.split.http.routes import sealed
@@ -161,15 +161,11 @@ def test_sealed_messages_pass_below_a_root_path_and_after_a_restart(root):
 
     def server():
         app = FastAPI()
+        errors.install(app)
         app.state.context = None
         router = APIRouter(prefix="/split", dependencies=[sealed(seal)])
         router.add_api_route("/expect", lambda: served.append(1), methods=["POST"])
         app.include_router(router)
-
-        @app.exception_handler(ApiError)
-        async def refused(request, error):
-            return error.response(request.url.path)
-
         return app
 
     async def ask(app, auth):

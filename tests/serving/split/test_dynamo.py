@@ -5,6 +5,7 @@ import importlib
 import json
 import sys
 from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import httpx
 import pytest
@@ -35,16 +36,11 @@ def worker(monkeypatch):
 
 
 async def outputs(worker, mode, request, status, content):
-    asked = []
-
-    def answer(sent):
-        asked.append(json.loads(sent.content))
-        return httpx.Response(status, content=content)
-
+    answer = mock.Mock(return_value=httpx.Response(status, content=content))
     engine = worker.ServerEngine(argparse.Namespace(url="http://s", api_key=None, disaggregation_mode=mode))
     engine._client = httpx.AsyncClient(base_url="http://s", transport=httpx.MockTransport(answer))
     found = [each async for each in engine.generate({"token_ids": [3, 4]} | request, CONTEXT)]
-    return asked[0], found
+    return json.loads(answer.call_args_list[0].args[0].content), found
 
 
 def stream(*events):

@@ -1,6 +1,5 @@
 """Following workers' events; the workers are made up."""
 
-import asyncio
 import json
 
 import pytest
@@ -8,7 +7,7 @@ import pytest
 from serving.core.cache.content import Chain, Scope
 from serving.core.tiers.journal import Directory, Journal, Resumable
 from serving.split.router import event_followers as following_module
-from tests.support.servers.fake_workers import PROMPT, B, Servers, followed, state_of, until
+from tests.support.servers.fake_workers import PROMPT, B, Servers, followed, state_of, then_silent, until
 
 pytestmark = pytest.mark.usefixtures("publish_soon")
 
@@ -97,14 +96,9 @@ TAIL_OF = 'event: stored\ndata: {"tier": "device", "states": [["%s", "%s", 0, %s
 )
 async def test_a_worker_is_followed_again_after_malformed_events(said):
     """Once the worker says what it should, it is followed, whatever it said before."""
-
-    async def talk():
-        yield said
-        await asyncio.sleep(60)
-
     good = Journal(B)
     good.stored("device", state_of(PROMPT[:8]))
-    servers = Servers(a=talk())
+    servers = Servers(a=then_silent(said))
     async with followed(servers) as (_, following):
         await until(lambda: "a" in servers.streams)
         servers.journals["a"] = good
@@ -141,11 +135,6 @@ async def test_more_states_than_a_worker_can_have_are_not_taken_in(monkeypatch):
 
 async def test_a_silent_stream_counts_as_broken(monkeypatch):
     monkeypatch.setattr(following_module, "_SILENCE", 0.2)
-
-    async def talk():
-        yield HEAD
-        await asyncio.sleep(60)
-
-    async with followed(Servers(a=talk())) as (fleet, following):
+    async with followed(Servers(a=then_silent(HEAD))) as (fleet, following):
         await until(lambda: following.has_stream(fleet.decode[0]))
         await until(lambda: not following.has_stream(fleet.decode[0]))

@@ -9,7 +9,7 @@ import pytest
 
 from serving.api.http.errors import ApiError
 from tests.support.servers import fake_workers
-from tests.support.servers.fake_workers import BODY, Workers, all_of, ask, asked, pieces, relay
+from tests.support.servers.fake_workers import BODY, Workers, all_of, ask, asked, pieces, relay, slow
 
 STREAM = BODY | {"stream": True}
 CUT = httpx.RemoteProtocolError("Server disconnected without sending a response.")
@@ -69,17 +69,13 @@ async def test_streams_flow_on_while_other_requests_to_the_worker_are_lost():
 async def test_requests_lost_at_the_same_moment_end_no_other_request():
     """The health check that the first one starts is still under way when the last one is lost."""
 
-    async def ready(request):
-        await asyncio.sleep(0.1)
-        return httpx.Response(200)
-
     async def serve(request):
         if json.loads(request.content)["prompt"] == "cut":
             raise CUT
         await asyncio.sleep(0.3)
         return httpx.Response(200, content=pieces(b"{}"))
 
-    over = relay(Workers(d1={"/ready": ready, "/v1/completions": serve}), prefill=(), decode=("d1",))
+    over = relay(Workers(d1={"/ready": slow(0.1), "/v1/completions": serve}), prefill=(), decode=("d1",))
     others = [asyncio.create_task(over.answer(asked("completions", BODY))) for _ in range(6)]
     await asyncio.sleep(0.05)
     cut = [over.answer(asked("completions", BODY | {"prompt": "cut"})) for _ in range(16)]

@@ -18,7 +18,7 @@ from serving.split.seal import HEADER, RECEIVER, Seal, SealChecker
 from serving.split.settings import RouterSettings
 from tests.serving.split.test_manifest import BASE, other
 from tests.support.servers import fake_workers
-from tests.support.servers.fake_workers import BODY, Workers, all_of, ask, asked, relay, slow
+from tests.support.servers.fake_workers import BODY, Workers, all_of, ask, asked, relay, slow, then_silent
 
 WRONG = {"/split/prefill": httpx.Response(400, json={"error": {"message": "too long"}})}
 MISMATCH = {"/split/expect": httpx.Response(409, json={"error": {"message": "model differs"}})}
@@ -162,10 +162,9 @@ async def test_what_waits_for_a_worker_that_goes_down_goes_to_another():
 
 
 def test_a_request_has_one_deadline():
-    everywhere = {path: slow(60) for path in ("/split/prefill", "/split/expect", "/v1/completions")}
-    for late in everywhere:
+    for late in BOTH:
         names = ("p1", "p2") if late == "/split/prefill" else ("d1", "d2")
-        workers = Workers(**{name: {late: everywhere[late]} for name in names})
+        workers = Workers(**{name: {late: slow(60)} for name in names})
         over = relay(workers, first_token_timeout=0.3, request_timeout=0.3)
         begin = time.monotonic()
         with pytest.raises(ApiError, match="no answer before the deadline") as error:
@@ -178,12 +177,7 @@ def test_a_request_has_one_deadline():
 
 async def stalls(request):
     """A stream of one message."""
-
-    async def some():
-        yield b"data: 1\n\n"
-        await asyncio.sleep(60)
-
-    return httpx.Response(200, content=some())
+    return httpx.Response(200, content=then_silent(b"data: 1\n\n"))
 
 
 def test_a_stream_that_stalls_ends():

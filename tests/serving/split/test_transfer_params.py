@@ -1,8 +1,8 @@
 """`kv_transfer_params`: what a prefill worker answers, and which tickets a decode worker accepts."""
 
 import json
-from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -40,8 +40,8 @@ def test_other_tickets_are_refused(wrong):
     assert refused.value.status == 400
 
 
-async def refuse(code, kind, request):
-    raise ApiError(503, "no room", code=code)
+def refusing(code):
+    return mock.AsyncMock(side_effect=ApiError(503, "no room", code=code))
 
 
 @pytest.mark.parametrize(
@@ -57,11 +57,7 @@ def test_only_prompts_without_scores_can_be_handed_over(more, number):
 
 
 async def test_a_prefill_worker_answers_with_a_ticket():
-    async def compute(kind, request):
-        asked.append(kind)
-        return TICKET
-
-    asked: list[str] = []
+    compute = mock.AsyncMock(return_value=TICKET)
     transfer = prefilling(SEAL, compute)
     assert await transfer("completions", 1, {"do_remote_decode": False}, REQUEST) is None
     assert await transfer("completions", 1, "", REQUEST) is None
@@ -69,31 +65,26 @@ async def test_a_prefill_worker_answers_with_a_ticket():
     assert ticket_of(SEAL, answer["kv_transfer_params"]) == TICKET
     assert answer["usage"]["prompt_tokens"] == 2
     for busy in ("too_many_states", "too_late"):
-        failing = prefilling(SEAL, partial(refuse, busy))
+        failing = prefilling(SEAL, refusing(busy))
         answer = json.loads((await failing("completions", 1, {"do_remote_decode": True}, REQUEST)).body)
         assert answer["kv_transfer_params"] == {}
     with pytest.raises(ApiError, match="no room"):
-        await prefilling(SEAL, partial(refuse, None))("completions", 1, {"do_remote_decode": True}, REQUEST)
+        await prefilling(SEAL, refusing(None))("completions", 1, {"do_remote_decode": True}, REQUEST)
     several = json.loads((await transfer("completions", 2, {"do_remote_decode": True}, REQUEST)).body)
     assert several["kv_transfer_params"] == {}
-    assert asked == ["completions"]
+    compute.assert_awaited_once_with("completions", REQUEST)
 
 
 async def test_a_decode_worker_without_the_state_computes_or_fails():
-    async def expect(ticket, request):
-        expected.append(ticket)
-        if len(expected) > 1:
-            raise ApiError(503, "gone", code="peer_unreachable")
-        return True
-
-    expected: list[Ticket] = []
+    gone = ApiError(503, "gone", code="peer_unreachable")
+    expect = mock.AsyncMock(side_effect=[True, gone, gone])
     recompute, fail = (decoding(SEAL, expect, policy) for policy in ("recompute", "fail"))
     of_no_position = signed(SEAL, TICKET.model_copy(update={"position": 0}))
     for prompts, given in ((2, signed(SEAL, TICKET)), (1, {}), (1, of_no_position)):
         assert await fail("completions", prompts, given, REQUEST) is None
-    assert not expected
+    expect.assert_not_awaited()
     for _ in range(2):
         assert await recompute("completions", 1, signed(SEAL, TICKET), REQUEST) is None
-    assert expected == [TICKET, TICKET]
+    assert expect.await_args_list == [mock.call(TICKET, REQUEST)] * 2
     with pytest.raises(ApiError, match="gone"):
         await fail("completions", 1, signed(SEAL, TICKET), REQUEST)

@@ -35,6 +35,11 @@ async def pieces(*given):
         yield piece
 
 
+async def then_silent(piece):
+    yield piece
+    await asyncio.sleep(60)
+
+
 async def all_of(body):
     return [piece async for piece in body]
 
@@ -112,10 +117,8 @@ class Servers(Workers):
 
 def fleet_of(workers, decode, prefill=(), **settings):
     client = httpx.AsyncClient(transport=httpx.MockTransport(workers))
-    urls = {
-        role: tuple(f"http://{name}" for name in names) for role, names in (("prefill", prefill), ("decode", decode))
-    }
-    return Fleet(RouterSettings.create(**urls, **settings), client)
+    prefill, decode = (tuple(f"http://{name}" for name in names) for names in (prefill, decode))
+    return Fleet(RouterSettings.create(prefill=prefill, decode=decode, **settings), client)
 
 
 def relay(workers, prefill=("p1", "p2"), decode=("d1", "d2"), **settings):
