@@ -40,16 +40,14 @@ def filled(page_size=4, seed=0, **sizes):
     return jax.tree.map(fill, store)
 
 
-def send(source, target, *, pages, into, position, programs=None, layers=None):
-    """One point from slot 2 and `pages` to slot 3 and the pages `into`."""
+def send(source, target, *, pages, into, position, programs=None, slot=2, cut=None):
+    """One point from a slot and `pages` to slot 3 and the pages `into`. `cut`: the pieces in which pages are sent."""
     out, back = programs or (PointPrograms(ONE), PointPrograms(ONE))
-    unit, count = common_unit(source.page_size, target.page_size), layers or len(target.kv)
-    state = out.read_state(source, 2)
-    target = back.write_state(target, 3, state, position)
-    for piece in pieces(0, position, unit):
+    target = back.write_state(target, 3, out.read_state(source, slot), position)
+    for piece in cut or pieces(0, position, common_unit(source.page_size, target.page_size)):
         first = piece.start // source.page_size
         from_pages = [*pages, *[0] * 99][first : first + piece.tokens // source.page_size]
-        copy = out.read_piece(source, from_pages, position - piece.start, count)
+        copy = out.read_piece(source, from_pages, position - piece.start, len(target.kv))
         first = piece.start // target.page_size
         to_pages = [*into, *[0] * 99][first : first + piece.tokens // target.page_size]
         target = back.write_piece(target, to_pages, copy)
@@ -168,13 +166,9 @@ def test_numbers_of_devices_may_differ(members, shards):
     if not spread.slots[0]["conv_bc"].sharding.is_fully_replicated:
         assert not np.array_equal(divided, expected.slots[0]["conv_bc"][2])
     # and come back as they were. Members exchange pages that are read, and nothing to write.
-    back = filled(4, 5)
-    state = programs[1].read_state(spread, 3)
-    back = programs[0].write_state(back, 3, state, position)
-    for piece in (Piece(0, 4), *pieces(4, position, 4)):  # the second one begins in another member's page
-        at = piece.start // 4
-        copy = programs[1].read_piece(spread, [*into, *[0] * 9][at : at + piece.tokens // 4], position - piece.start, 2)
-        back = programs[0].write_piece(back, [*pages, *[0] * 9][at : at + piece.tokens // 4], copy)
+    cut = Piece(0, 4), *pieces(4, position, 4)  # the second one begins in another member's page
+    turned = {"pages": into, "into": pages, "programs": programs[::-1]}
+    back = send(spread, filled(4, 5), **turned, position=position, slot=3, cut=cut)
     for got, sent in zip(back.slots, expected.slots, strict=True):
         for name in got:
             np.testing.assert_array_equal(np.asarray(got[name])[3], sent[name][2])
@@ -215,11 +209,6 @@ def test_wide_states_take_the_bytes_that_are_counted():
 PAGE = 4
 
 
-def a_load(start=0, pages=()):
-    request = SimpleNamespace(transfer=SimpleNamespace(load=None))
-    return RemoteLoad(request, RemoteState(16), start, 5, pages)
-
-
 def test_only_an_idle_loop_waits_and_only_for_what_is_awaited(monkeypatch):
     monkeypatch.setattr(source, "PATIENCE", 3600.0)
     calls, made = source.Inbox(), []
@@ -237,7 +226,8 @@ def test_only_an_idle_loop_waits_and_only_for_what_is_awaited(monkeypatch):
 
 
 def test_pages_that_others_share_are_not_written():
-    load = a_load(start=2 * PAGE, pages=[7, 8])
+    request = SimpleNamespace(transfer=SimpleNamespace(load=None))
+    load = RemoteLoad(request, RemoteState(16), 2 * PAGE, 5, [7, 8])
     kv = np.zeros((1, 2 * PAGE, 1))
     arrival = Arrival(load, state={}, pieces=[(0, kv), (PAGE, kv), (3 * PAGE, kv)])
     calls, arrived = [], []

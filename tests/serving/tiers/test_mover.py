@@ -2,6 +2,7 @@
 
 import time
 from types import SimpleNamespace
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -26,15 +27,6 @@ SOURCE, TARGET = [1, 3, 5, 7, 2], [4, 6, 8, 10, 9]
 PROGRAMS: dict[str, PointPrograms] = {}
 
 
-def stores(model: str) -> tuple[Layout, Store, Store]:
-    """The layout of a model, a store of random numbers, and one of zeros."""
-    config = FOR_ENGINES[model]
-    empty = init_store(config, num_slots=6, num_pages=12, page_size=PAGE, dtype=jnp.float32)
-    rng = np.random.default_rng(0)
-    full = jax.tree.map(lambda leaf: jnp.asarray(rng.standard_normal(leaf.shape), leaf.dtype), empty)
-    return Layout.of(Arrangement(StoreShape.of(config)), empty, B), full, empty
-
-
 class Loop:
     """As much of a step loop as a mover sees."""
 
@@ -47,20 +39,20 @@ class Loop:
     def replace_store(self, change) -> None:
         self.store = change(self.store)
 
-    def fetch(self, mover: Mover, held: TierHit, start: int = 0, pages=TARGET):
+    def fetch(self, mover: Mover, tier: Tier, unit: Unit, start: int = 0) -> Self:
         """A request that waits for a unit, until it has it or not."""
         request = SimpleNamespace(transfer=SimpleNamespace(load=None))
-        remote = RemoteState(held.unit.position, held=held)
+        remote = RemoteState(unit.position, held=TierHit(tier, unit))
         self.inbox = mover._inbox
-        load = RemoteLoad(request, remote, start, 4, pages[start // PAGE :])
-        request.transfer.load = load
+        pages = TARGET[start // PAGE :] if mover.layout.kv is not None else []
+        request.transfer.load = load = RemoteLoad(request, remote, start, 4, pages)
         mover.fetch(self, load)
         until = time.monotonic() + 60
         while not (self.done or self.failed):
             self.inbox.take_all(idle=True)
             mover.exchange(self)
             assert time.monotonic() < until
-        return load
+        return self
 
 
 def depart(mover: Mover, tier: Tier, store: Store, tokens=TOKENS) -> Unit:
@@ -79,7 +71,12 @@ def depart(mover: Mover, tier: Tier, store: Store, tokens=TOKENS) -> Unit:
 def movers(tmp_path):
     made = []
 
-    def make(model: str, layout: Layout, kind: str) -> Mover:
+    def make(kind: str, model: str = "nemotronh") -> tuple[Mover, Store, Store]:
+        """A mover with these tiers, a store of random numbers, and one of zeros."""
+        config, rng = FOR_ENGINES[model], np.random.default_rng(0)
+        empty = init_store(config, num_slots=6, num_pages=12, page_size=PAGE, dtype=jnp.float32)
+        full = jax.tree.map(lambda leaf: jnp.asarray(rng.standard_normal(leaf.shape), leaf.dtype), empty)
+        layout = Layout.of(Arrangement(StoreShape.of(config)), empty, B)
         host = Tier("host", 1 << 30, layout.sizes(in_files=False)) if "host" in kind else None
         disk = Tier("disk", 1 << 30, layout.sizes(in_files=True)) if "disk" in kind else None
         tiers = Tiers(host, disk, max_copying=1 << 30)
@@ -89,17 +86,16 @@ def movers(tmp_path):
             folder = Folder(tmp_path / layout.fingerprint("model"))
             below = Disk(disk, folder, layout.block, with_blocks=layout.kv is not None)
         made.append(Mover(tiers, layout, programs, None if host is None else Memory(host), below, Inbox()))
-        return made[-1]
+        return made[-1], full, empty
 
     yield make
     for mover in made:
         mover.close()
 
 
-def same(model: str, layout: Layout, before: Store, after: Store, start: int = 0) -> None:
+def same(mover: Mover, before: Store, after: Store, start: int = 0) -> None:
     """Slot 4 holds what slot 2 held, pages of `TARGET` what those of `SOURCE` held; nothing else has changed."""
-    programs = PROGRAMS[model]
-    was, now = programs.read_state(before, 2), programs.read_state(after, 4)
+    was, now = (mover.programs.read_state(store, slot) for store, slot in ((before, 2), (after, 4)))
     assert was.keys() == now.keys()
     for name in was:
         np.testing.assert_array_equal(was[name], now[name], err_msg=name)
@@ -118,48 +114,40 @@ def same(model: str, layout: Layout, before: Store, after: Store, start: int = 0
 @pytest.mark.parametrize("kind", ["host", "disk"])
 @pytest.mark.parametrize("model", ["nemotronh", "mamba2"])
 def test_a_unit_comes_back_as_it_was(movers, model, kind):
-    layout, full, empty = stores(model)
-    mover = movers(model, layout, kind)
+    mover, full, empty = movers(kind, model)
     (tier,) = mover.tiers.tiers
     unit = depart(mover, tier, full)
     mover.settle()
     assert mover.tiers.copying == 0
-    loop = Loop(empty)
-    loop.fetch(mover, TierHit(tier, unit), pages=TARGET if layout.kv is not None else [])
+    loop = Loop(empty).fetch(mover, tier, unit)
     assert len(loop.done) == 1
-    same(model, layout, full, loop.store)
+    same(mover, full, loop.store)
     assert mover.tiers.fetching == 0
     assert mover.tiers.fetches[kind].arrived == 1
     assert mover.tiers.fetch_costs.per_byte[tier.name] > 0
 
 
 def test_only_what_the_device_lacks_is_written(movers):
-    layout, full, empty = stores("nemotronh")
-    mover = movers("nemotronh", layout, "host")
+    mover, full, empty = movers("host")
     unit = depart(mover, mover.tiers.host, full)
-    loop = Loop(empty)
-    loop.fetch(mover, TierHit(mover.tiers.host, unit), start=3 * PAGE)
-    same("nemotronh", layout, full, loop.store, start=3 * PAGE)
+    loop = Loop(empty).fetch(mover, mover.tiers.host, unit, start=3 * PAGE)
+    same(mover, full, loop.store, start=3 * PAGE)
 
 
 def test_memory_spills_to_the_disk_and_a_new_process_finds_it(movers):
-    layout, full, empty = stores("nemotronh")
-    mover = movers("nemotronh", layout, "host disk")
+    mover, full, empty = movers("host disk")
     long = depart(mover, mover.tiers.host, full)
     short = depart(mover, mover.tiers.host, full, TOKENS[:10])
     mover.settle()
     assert mover.tiers.spilling == 0
     assert set(mover.tiers.disk.units) == {long.name, short.name}
-    again = movers("nemotronh", layout, "disk")
+    again, *_ = movers("disk")
     assert set(again.tiers.disk.units) == {long.name, short.name}
-    loop = Loop(empty)
-    loop.fetch(again, TierHit(again.tiers.disk, long))
-    same("nemotronh", layout, full, loop.store)
+    same(again, full, Loop(empty).fetch(again, again.tiers.disk, long).store)
 
 
 def test_sizes_are_those_of_the_files(movers):
-    layout, full, _ = stores("nemotronh")
-    mover = movers("nemotronh", layout, "disk")
+    mover, full, _ = movers("disk")
     depart(mover, mover.tiers.disk, full)
     depart(mover, mover.tiers.disk, full, TOKENS[:10])
     mover.settle()
@@ -169,14 +157,12 @@ def test_sizes_are_those_of_the_files(movers):
 
 @pytest.mark.parametrize("which", ["own", "block"])
 def test_what_is_damaged_is_dropped_and_the_request_told(movers, which):
-    layout, full, empty = stores("nemotronh")
-    mover = movers("nemotronh", layout, "disk")
+    mover, full, empty = movers("disk")
     unit = depart(mover, mover.tiers.disk, full)
     mover.settle()
     path = mover.disk.folder.file(unit.name if which == "own" else unit.blocks[1])
     path.write_bytes(path.read_bytes()[:-3])
-    loop = Loop(empty)
-    loop.fetch(mover, TierHit(mover.tiers.disk, unit))
+    loop = Loop(empty).fetch(mover, mover.tiers.disk, unit)
     assert (loop.done, len(loop.failed)) == ([], 1)
     mover.settle()
     assert not mover.tiers.disk.units
@@ -184,12 +170,10 @@ def test_what_is_damaged_is_dropped_and_the_request_told(movers, which):
 
 
 def test_what_memory_has_dropped_meanwhile_is_not_waited_for(movers):
-    layout, full, empty = stores("nemotronh")
-    mover = movers("nemotronh", layout, "host")
+    mover, full, empty = movers("host")
     unit = depart(mover, mover.tiers.host, full)
     mover.tiers.lost(TierHit(mover.tiers.host, unit))
     mover.settle()
     assert not len(mover.memory)
-    loop = Loop(empty)
-    loop.fetch(mover, TierHit(mover.tiers.host, unit))
+    loop = Loop(empty).fetch(mover, mover.tiers.host, unit)
     assert (loop.done, len(loop.failed)) == ([], 1)

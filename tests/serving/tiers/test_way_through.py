@@ -15,8 +15,6 @@ from tests.support.engines.step_programs import NoPrograms
 from tests.support.fleets.split_pair import model, tokens
 from tests.support.waiting import comes_true
 
-GIB = 1 << 30
-
 
 def wait_until_seen(engine, count):
     """So many units of another's have been seen on the disk; an engine sees its own there, too."""
@@ -74,14 +72,6 @@ def test_two_servers_share_a_folder(start, monkeypatch):
     assert ask(one, "too", tokens(11, 61)) == 61
 
 
-def test_another_layout_finds_nothing_of_it(start, tmp_path):
-    engine = start(**DISK)
-    fill(engine)
-    engine.close()
-    fill(start(state_block_size=32, **DISK), numbers=[1])
-    assert len(list((tmp_path / "disk").iterdir())) == 2
-
-
 def test_weights_that_differ_in_a_few_rows_find_nothing_of_it(start, tmp_path):
     """A sample of 16 values of each tensor was once compared: an engine went on from the states of other weights."""
     engine = start(**DISK)
@@ -99,14 +89,17 @@ def test_weights_that_differ_in_a_few_rows_find_nothing_of_it(start, tmp_path):
     assert len(list((tmp_path / "disk").iterdir())) == 2
 
 
-def test_a_release_that_computes_otherwise_finds_nothing_of_it(start, monkeypatch):
+def test_a_release_that_computes_otherwise_finds_nothing_of_it(start, monkeypatch, tmp_path):
+    """Nor does an engine with another layout."""
     engine = start(**DISK)
     fill(engine)
     engine.close()
     with monkeypatch.context() as patch:
         patch.setattr("serving.tiers.mover.source_digest", lambda packages: "edited")
         assert ask(start(**DISK), "again", tokens(1, 61)) == 0
+    fill(start(state_block_size=32, **DISK), numbers=[1])
     assert ask(start(**DISK), "again", tokens(1, 61)) == 61
+    assert len(list((tmp_path / "disk").iterdir())) == 3
 
 
 def test_dropped_prefixes_are_not_found_below_the_device(start):
