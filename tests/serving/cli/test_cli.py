@@ -281,10 +281,9 @@ def test_links_to_a_service_of_kubernetes_are_no_options(capfd, monkeypatch):
 def test_flags_from_a_file_yield_to_the_command_line(tmp_path, capfd):
     config = tmp_path / "flags.yaml"
     config.write_text("page-size: 48\n")
-    assert run(["generate", "x", "--config", str(config)]) == 2
-    assert "page_size 48" in capfd.readouterr().err
-    assert run(["generate", "x", "--config", str(config), "--page-size", "7"]) == 2
-    assert "page_size 7 " in capfd.readouterr().err
+    for words, said in (([], "page_size 48 "), (["--page-size", "7"], "page_size 7 ")):
+        assert run(["generate", "x", "--config", str(config), *words]) == 2
+        assert said in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from tests.support.selection import slow
 TOKENS = np.random.default_rng(0).integers(4, 500, 150).tolist()
 
 
+@cache
 def demo(quantization=None):
     return load_model("demo", dtype="float32", quantization=quantization, progress=False)
 
@@ -84,18 +85,13 @@ CARD = (DEMO / "README.md").read_text()
 SIXTEEN = 16
 
 
-@cache
-def model():
-    return load_model("demo", dtype="float32", progress=False)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("source", ["austen", "python_docs", "maths"])
 def test_bits_per_byte(source):
     texts = list(read_documents(DEMO / SAMPLE_TEXT))
     problems = list(read_documents(DEMO / SAMPLE_PROBLEMS))
     documents = problems if source == "maths" else [d for d in texts if d["id"].startswith(source + ":")]
-    found = measures.bits_per_byte(model(), require_tokenizer("demo"), documents)
+    found = measures.bits_per_byte(demo(), require_tokenizer("demo"), documents)
     assert found == pytest.approx(FIGURES["bits_per_byte"][source], rel=0.01)
 
 

@@ -1,6 +1,5 @@
 """OpenAI's Batch file form: the server's own bodies, one a line, answered in order, resumed without repeating."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,6 +7,7 @@ import pytest
 
 from serving.cli.generation.batch_file import run_batch
 from serving.cli.generation.batch_output import naming, write_line
+from tests.serving.cli.test_cli import read_lines, write_lines
 from tests.support.models.letter_tokens import TOO_BIG
 
 
@@ -25,12 +25,17 @@ def line(custom_id, url="/v1/chat/completions", method="POST", **body):
     return {"custom_id": custom_id, "method": method, "url": url, "body": body}
 
 
-def answers(path):
-    return [json.loads(text) for text in path.read_text().splitlines()]
+def batch(llm, folder, lines):
+    """Runs a batch, or goes on with its output in the folder: counts and answers."""
+    source, target = write_lines(folder / "in.jsonl", *lines), folder / "out.jsonl"
+    return run_batch(llm, source, target), read_lines(target)
+
+
+def names(lines):
+    return [each.get("custom_id", each.get("id")) for each in lines]
 
 
 def test_a_batch(server, llm, tmp_path):
-    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines = [
         line("chat", n=2),
         line("text", "/v1/completions", prompt="The state of", logprobs=1, echo=True),
@@ -47,14 +52,9 @@ def test_a_batch(server, llm, tmp_path):
         {"id": "own both", "messages": [], "prompt": "x"},
         {"id": "own complex", "prompt": "x", "structured_outputs": {"grammar": 'start: "abc" ' + TOO_BIG}},
     ]
-    source.write_text("".join(json.dumps(each) + "\n" for each in lines))
-    counts = run_batch(llm, source, target)
+    counts, found = batch(llm, tmp_path, lines)
     assert (counts.done, counts.failed) == (14, 8)
-    found = answers(target)
-    assert [each.get("custom_id", each["id"]) for each in found] == [
-        "chat", "text", "own", "ids", "wrong", "elsewhere", "fetched", "several", "long", "form",
-        "complex", "own chat", "own both", "own complex",
-    ]  # fmt: skip
+    assert names(found) == names(lines)
     chat, text, own, ids, wrong, *_, long, form, complex, own_chat, own_both, own_complex = found
     assert complex["error"]["message"].startswith("structured outputs: ")
     assert own_complex["error"].startswith("structured outputs: ")
@@ -78,8 +78,6 @@ def test_a_batch(server, llm, tmp_path):
 
 def test_bad_lines_are_errors_of_their_own(server, llm, tmp_path):
     """Whatever is in a line; and a second run finds every answer there."""
-    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    good = {"id": "good", "prompt": "The state of", "max_tokens": 2}
     lines = [
         {"id": "\ud800", "prompt": "x"},
         {"id": "half", "prompt": "\udfff"},
@@ -91,26 +89,21 @@ def test_bad_lines_are_errors_of_their_own(server, llm, tmp_path):
         line("nothing", "/v1/completions"),
         {"custom_id": 5, "body": None, "url": "/v1/completions"},
         {"custom_id": "no url", "body": {}, "url": {}},
-        good,
+        {"id": "good", "prompt": "The state of", "max_tokens": 2},
     ]
-    source.write_text("".join(json.dumps(each) + "\n" for each in lines))
-    counts = run_batch(llm, source, target)
+    counts, found = batch(llm, tmp_path, lines)
     assert (counts.done, counts.failed) == (len(lines), len(lines) - 1)
-    found = answers(target)
-    names = [each.get("custom_id", each.get("id")) for each in lines]
-    assert [each.get("custom_id", each["id"]) for each in found] == names
+    assert names(found) == names(lines)
     assert all(each["error"] for each in found[:-1])
     assert found[-1]["text"]
-    texts = target.read_text().splitlines(keepends=True)
+    texts = (target := tmp_path / "out.jsonl").read_text().splitlines(keepends=True)
     target.write_text(texts[4] + texts[1] + texts[2][:20])  # a run that a crash has cut off
-    counts = run_batch(llm, source, target)
+    counts, found = batch(llm, tmp_path, lines)
     assert (counts.done, counts.skipped) == (len(lines) - 2, 2)
-    assert [each.get("custom_id", each["id"]) for each in answers(target)] == names
+    assert names(found) == names(lines)
 
 
 def test_a_line_that_breaks_the_program_is_one_error(llm, tmp_path, monkeypatch):
-    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text("".join(json.dumps(line(f"c{i}")) + "\n" for i in range(3)))
     encode, calls = llm.tokenizer.apply_chat_template, []
 
     def sometimes(*arguments, **options):
@@ -120,9 +113,9 @@ def test_a_line_that_breaks_the_program_is_one_error(llm, tmp_path, monkeypatch)
         return encode(*arguments, **options)
 
     monkeypatch.setattr(llm.tokenizer, "apply_chat_template", sometimes)
-    counts = run_batch(llm, source, target)
+    counts, found = batch(llm, tmp_path, [line(f"c{i}") for i in range(3)])
     assert (counts.done, counts.failed) == (3, 1)
-    assert answers(target)[1]["error"]["message"].startswith("internal error")
+    assert found[1]["error"]["message"].startswith("internal error")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")

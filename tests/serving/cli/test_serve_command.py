@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import httpx
 import pytest
@@ -47,15 +48,7 @@ def test_settings_come_from_everywhere(monkeypatch):
 
 def said(answer, questions):
     console = Console(file=io.StringIO(), width=200)
-    questions = iter(questions)
-
-    def ask():
-        try:
-            return next(questions)
-        except StopIteration:
-            raise EOFError from None
-
-    converse(console, answer, [], ask)
+    converse(console, answer, [], mock.Mock(side_effect=[*questions, EOFError]))
     return console.file.getvalue()
 
 
