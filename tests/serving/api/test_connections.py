@@ -1,6 +1,5 @@
 """Bounds on one connection, and on all of them together, over sockets, plain and with TLS."""
 
-import asyncio
 import contextlib
 import resource
 import shutil
@@ -22,6 +21,7 @@ from serving.split.router.relay import Relay
 from serving.split.router.workers import Fleet
 from serving.split.settings import RouterSettings
 from tests.support.servers.fake_workers import BODY, asked
+from tests.support.servers.hostile_requests import raw
 from tests.support.servers.live_server import running
 from tests.support.waiting import comes_true, line_of
 
@@ -90,10 +90,10 @@ def test_refused_connections_are_bounded_in_number_and_time(monkeypatch):
         assert not any(closed(wire, 0.1) for wire in wires[:3])
 
 
-def test_a_router_retries_elsewhere_what_a_full_worker_refuses():
-    async def run(urls):
+async def test_a_router_retries_elsewhere_what_a_full_worker_refuses():
+    with small_server(max_connections=3) as (_, full), small_server(max_connections=3) as (_, other), silent(full, 3):
         async with httpx.AsyncClient() as client:
-            fleet = Fleet(RouterSettings.create(decode=tuple(urls)), client)
+            fleet = Fleet(RouterSettings.create(decode=(full, other)), client)
             relay, served = Relay(fleet), []
             for i in range(8):
                 answer = await relay.answer(asked("completions", BODY | {"prompt": f"text {i}"}))
@@ -101,25 +101,8 @@ def test_a_router_retries_elsewhere_what_a_full_worker_refuses():
             for _ in range(4):
                 for worker in fleet.decode:
                     await fleet._check_health(worker, with_manifest=False)
-            return served, [(worker.up, worker.failures, worker.missed) for worker in fleet.decode]
-
-    with small_server(max_connections=3) as (_, full), small_server(max_connections=3) as (_, other), silent(full, 3):
-        served, workers = asyncio.run(run([full, other]))
-        assert served == [(200, b'{"port":%d}' % int(other.rpartition(":")[2]))] * 8
-        assert workers == [(True, 0, 0)] * 2
-
-
-def answer_to(server, request: bytes) -> bytes:
-    """All bytes that come back until the server closes the connection."""
-    with connect(server.url) as connection:
-        connection.sendall(request)
-        found = b""
-        try:
-            while piece := connection.recv(65536):
-                found += piece
-        except ConnectionResetError:
-            pass
-        return found
+    assert served == [(200, b'{"port":%d}' % int(other.rpartition(":")[2]))] * 8
+    assert [(worker.up, worker.failures, worker.missed) for worker in fleet.decode] == [(True, 0, 0)] * 2
 
 
 HEAD = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
@@ -131,14 +114,13 @@ HEAD = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
     ids=["one header", "many headers", "the path"],
 )  # fmt: skip
 def test_a_head_that_comes_complete_in_one_piece_is_bounded(server, head):
-    assert answer_to(server, head.replace(b"%s", b"y" * server.context.settings.max_header_bytes)) == b""
+    assert raw(head.replace(b"%s", b"y" * server.context.settings.max_header_bytes))(server.url) == {0}
 
 
 def test_a_body_in_the_same_piece_does_not_count_as_head(server):
     body = b'{"prompt": "' + b"x" * (2 * server.context.settings.max_header_bytes) + b'"}'
     head = b"POST /tokenize HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
-    answer = answer_to(server, head + b"content-length: %d\r\n\r\n" % len(body) + body)
-    assert answer.startswith(b"HTTP/1.1 ")
+    assert raw(head + b"content-length: %d\r\n\r\n" % len(body) + body)(server.url) != {0}
 
 
 HANGS = """
@@ -237,15 +219,13 @@ def test_silent_handshakes_count_as_connections(place, certificate):
             wire.close()
         context = ssl.create_default_context(cafile=str(certificate / "cert.pem"))
         url = f"https://127.0.0.1:{address[1]}/ready"
-        answer = None
-        for _ in range(100):  # the server must notice that the others have left
-            with contextlib.suppress(httpx.TransportError):
-                answer = httpx.get(url, verify=context, timeout=30)
-                break
-            time.sleep(0.1)
-        assert answer is not None
-        assert answer.status_code == 503
-        assert answer.json()["error"]["code"] == "too_many_connections"
+
+        def is_refused():
+            answer = httpx.get(url, verify=context, timeout=30)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "too_many_connections")
+            return True
+
+        assert comes_true(is_refused, every=0.1), "the server does not notice that the others have left"
         assert not any(closed(wire, 0.01) for wire in wires[:20])
     assert comes_true(lambda: httpx.get(url, verify=context, timeout=30).status_code == 200)
 

@@ -142,16 +142,14 @@ async def test_a_stream_is_kept_alive_until_its_first_event(monkeypatch):
 
 
 @pytest.mark.parametrize("length", [2, 1 << 17])
-def test_an_answer_does_not_wait_for_long_texts(length):
+async def test_an_answer_does_not_wait_for_long_texts(length):
     sizes, text = [], "é" * length
 
     async def run(size, function):
         sizes.append(size)
         return function()
 
-    async def parts():
-        return [part async for part in encoded(run, DetokenizeResponse.model_construct(prompt=text))]
-
-    assert json.loads(b"".join(asyncio.run(parts()))) == {"prompt": text}
+    parts = [part async for part in encoded(run, DetokenizeResponse.model_construct(prompt=text))]
+    assert json.loads(b"".join(parts)) == {"prompt": text}
     assert all(size < _LONG for size in sizes)
     assert bool(sizes) == (length > 2)

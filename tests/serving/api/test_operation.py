@@ -4,8 +4,8 @@ import asyncio
 import json
 import logging
 import re
-import socket
 import threading
+from unittest import mock
 
 import httpx
 import openai
@@ -19,6 +19,7 @@ from serving.api.http.settings import ServerSettings
 from serving.api.http.text import characters
 from serving.api.logs import JsonFormatter, TextFormatter
 from serving.api.metrics import Metrics
+from tests.support.servers.hostile_requests import raw
 from tests.support.servers.live_server import last_error
 
 
@@ -69,17 +70,10 @@ def test_status(server):
 
 async def through(limits, *, headers=(), path="/v1/models", method="GET", messages=()):
     """The messages that `limits` sends to one request."""
-    sent, waiting = [], list(messages)
-
-    async def receive():
-        return waiting.pop(0)
-
-    async def send(message):
-        sent.append(message)
-
+    send = mock.AsyncMock()
     scope = {"type": "http", "method": method, "path": path, "headers": [(k.encode(), v.encode()) for k, v in headers]}
-    await limits(scope, receive, send)
-    return sent
+    await limits(scope, mock.AsyncMock(side_effect=messages), send)
+    return [call.args[0] for call in send.await_args_list]
 
 
 async def handled(settings, *, method="GET", **request):
@@ -155,9 +149,7 @@ def test_heads_doubled_hosts_and_encodings(server):
         assert answer.headers["x-content-type-options"] == "nosniff"
     assert "default-src 'none'" in server.http.get("/").headers["content-security-policy"]
     assert server.http.head("/v1/completions").status_code == 405
-    with socket.create_connection(("127.0.0.1", server.http.base_url.port), timeout=30) as wire:
-        wire.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n")
-        assert wire.recv(100).startswith(b"HTTP/1.1 400 ")
+    assert raw(b"GET /health HTTP/1.1\r\nhost: a\r\nhost: b\r\nconnection: close\r\n\r\n")(server.url) == {400}
     packed = server.http.post("/v1/completions", content=b"{}", headers={"content-encoding": "gzip"})
     assert packed.status_code == 415
     error = server.http.post("/v1/messages", content=b"{", headers={"content-type": "application/json"})
@@ -192,11 +184,7 @@ def test_draining_and_the_end(server):
 
 def test_an_engine_that_fails(server):
     other = server.other_server()
-
-    def fault(plan):
-        raise RuntimeError("device lost")
-
-    other.async_engine.engine.loop.fault = fault
+    other.async_engine.engine.loop.fault = mock.Mock(side_effect=RuntimeError("device lost"))
     with pytest.raises(openai.InternalServerError, match="device lost") as caught:
         other.openai().completions.create(model="demo", prompt="x", max_tokens=4)
     assert caught.value.status_code == 503

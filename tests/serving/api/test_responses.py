@@ -17,6 +17,8 @@ from serving.api.http.protocol.responses import ResponsesRequest
 from serving.api.http.text import TextCodec
 from serving.engine.requests.output import CompletionOutput, Logprob, RequestOutput
 from tests.support.servers import text_clients
+from tests.support.servers.fake_workers import pieces as arriving
+from tests.support.servers.written_calls import written
 
 LOOK = {"type": "function", "strict": True, **text_clients.LOOK}
 
@@ -154,9 +156,6 @@ def test_what_is_kept_is_bounded_for_each_key():
             store.delete(name, "mine")
 
 
-LOOK_UP = '<tool_call>\n{"name": "look", "arguments": {"deep": true}}\n</tool_call>'
-
-
 def written_with_logprobs(text, step, **fields):
     """An answer of this text, `step` tokens at a time, whole and as events: its item of text."""
     tokenizer = load_tokenizer("demo")
@@ -175,12 +174,8 @@ def written_with_logprobs(text, step, **fields):
         pieces.append(ChoiceDelta(0, output, choice))
 
     async def events():
-        async def arriving():
-            for piece in pieces:
-                yield piece
-
         streamed = ResponseWriter(context, body, chat, [tokenizer.encode("Why?")])
-        return [json.loads(event.partition(b"data: ")[2]) async for event in streamed.events(arriving())]
+        return [json.loads(event.partition(b"data: ")[2]) async for event in streamed.events(arriving(*pieces))]
 
     whole = ResponseWriter(context, body, chat, [tokenizer.encode("Why?")]).response(pieces)
     told = asyncio.run(events())
@@ -217,7 +212,8 @@ def test_log_probabilities_leave_out_reasoning():
 
 @pytest.mark.parametrize("step", [1, 3, 1000])
 def test_log_probabilities_leave_out_calls(step):
-    said = written_with_logprobs(f"I look.\n{LOOK_UP}", step, top_logprobs=1, tools=[LOOK])
+    call = written("hermes", ("look", {"deep": True}))
+    said = written_with_logprobs(f"I look.\n{call}", step, top_logprobs=1, tools=[LOOK])
     shown = "".join(entry["token"] for entry in said["logprobs"])
     assert said["text"] == "I look."
     assert shown.startswith("I look.")

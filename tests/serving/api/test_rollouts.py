@@ -147,26 +147,22 @@ async def test_a_profile_ends_by_itself_and_needs_a_folder(tmp_path):
     assert list(tmp_path.rglob("*.xplane.pb"))
 
 
-def test_a_profile_that_cannot_be_written_is_kept(tmp_path):
+async def test_a_profile_that_cannot_be_written_is_kept(tmp_path):
     folder = tmp_path / "profiles"
     folder.write_text("a file")
-
-    async def full():
-        profiler = Profiler(str(folder), 60.0)
-        await profiler.start()
-        with jax.profiler.TraceAnnotation("marker"):
-            pass
-        for _ in range(2):
-            with pytest.raises(ApiError, match=r"cannot be written to .*File exists") as error:
-                await profiler.stop()
-            assert error.value.status == 503
-        assert profiler._folder is not None
-        assert profiler._folder._finalizer.atexit, "one that is never written is removed when the process ends"
-        folder.unlink()
-        await profiler.stop()
-        assert not Path(profiler._folder.name).exists()
-
-    asyncio.run(full())
+    profiler = Profiler(str(folder), 60.0)
+    await profiler.start()
+    with jax.profiler.TraceAnnotation("marker"):
+        pass
+    for _ in range(2):
+        with pytest.raises(ApiError, match=r"cannot be written to .*File exists") as error:
+            await profiler.stop()
+        assert error.value.status == 503
+    assert profiler._folder is not None
+    assert profiler._folder._finalizer.atexit, "one that is never written is removed when the process ends"
+    folder.unlink()
+    await profiler.stop()
+    assert not Path(profiler._folder.name).exists()
     assert b"marker" in next(folder.rglob("*.xplane.pb")).read_bytes()
 
 

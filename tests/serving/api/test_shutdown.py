@@ -13,7 +13,7 @@ from tests.support.servers.live_server import last_error
 BODY = {"prompt": "x", "max_tokens": 500, "ignore_eos": True}
 
 
-def test_a_step_that_hangs_does_not_hold_up_the_end(server):
+async def test_a_step_that_hangs_does_not_hold_up_the_end(server):
     """Streams get an error event, other requests 503, and the server ends, though its engine does not."""
     engine = server.other_engine()
     step, hangs, hung, go_on = engine.step, threading.Event(), threading.Event(), threading.Event()
@@ -26,8 +26,7 @@ def test_a_step_that_hangs_does_not_hold_up_the_end(server):
 
     engine.step = hanging
     other = server.other_server(engine=engine, drain_timeout=0.2)
-
-    async def ask() -> tuple[str, int]:
+    try:
         async with httpx.AsyncClient(base_url=other.url, timeout=60) as client:
             async with client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as answer:
                 lines = answer.aiter_lines()
@@ -39,21 +38,17 @@ def test_a_step_that_hangs_does_not_hold_up_the_end(server):
                 while other.async_engine.threads[0]._commands.empty():
                     await asyncio.sleep(0.01)
                 other.uvicorn.should_exit = True
-                text = [line async for line in lines]
-            return "\n".join(text), (await late).status_code
-
-    try:
-        text, status = asyncio.run(ask())
+                text = "\n".join([line async for line in lines])
+            assert (await late).status_code == 503
         other.thread.join(60)
         assert not other.thread.is_alive()
         assert other.async_engine.abandoned
         assert last_error(text)["code"] == "engine_stopped"
-        assert status == 503
     finally:
         go_on.set()
 
 
-def test_the_end_tells_everybody(server, caplog):
+async def test_the_end_tells_everybody(server, caplog):
     """What still runs when the time to drain is over: an error event, or 503, and no traceback in the log."""
     engine = server.other_engine()
     step = engine.step
@@ -65,7 +60,7 @@ def test_the_end_tells_everybody(server, caplog):
     engine.step = slowly
     other = server.other_server(engine=engine, drain_timeout=0.5)
 
-    async def one(client: httpx.AsyncClient, stream: bool, begun: asyncio.Event) -> tuple[int, str]:
+    async def one(client: httpx.AsyncClient, stream: bool) -> tuple[int, str]:
         async with client.stream("POST", "/v1/completions", json=BODY | {"stream": stream}) as answer:
             text = ""
             async for line in answer.aiter_lines():
@@ -73,17 +68,14 @@ def test_the_end_tells_everybody(server, caplog):
                 text += line + "\n"
             return answer.status_code, text
 
-    async def crowd() -> list[tuple[int, str]]:
-        limits, begun = httpx.Limits(max_connections=None), asyncio.Event()
+    limits, begun = httpx.Limits(max_connections=None), asyncio.Event()
+    with caplog.at_level(logging.WARNING):
         async with httpx.AsyncClient(base_url=other.url, timeout=60, limits=limits) as client:
-            tasks = [asyncio.create_task(one(client, i % 3 > 0, begun)) for i in range(30)]
+            tasks = [asyncio.create_task(one(client, i % 3 > 0)) for i in range(30)]
             await begun.wait()
             await asyncio.sleep(0.3)
             other.uvicorn.should_exit = True
-            return await asyncio.gather(*tasks)
-
-    with caplog.at_level(logging.WARNING):
-        answers = asyncio.run(crowd())
+            answers = await asyncio.gather(*tasks)
         other.thread.join(60)
     assert not other.thread.is_alive()
     streams = [text for status, text in answers if status == 200]

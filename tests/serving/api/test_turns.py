@@ -80,7 +80,7 @@ def test_a_cancelled_request_gives_its_turn_back(loop):
     loop.run_until_complete(run())
 
 
-def test_texts_of_one_client_do_not_delay_those_of_another():
+async def test_texts_of_one_client_do_not_delay_those_of_another():
     """Threads take them in turn, also if one client has sent many before."""
     sender, done = ContextVar("sender"), []
     codec = TextCodec(None, 1 << 20, sender.get)
@@ -89,10 +89,7 @@ def test_texts_of_one_client_do_not_delay_those_of_another():
         sender.set(client)
         await codec.run(1 << 20, lambda: done.append(client))
 
-    async def main() -> None:
-        await asyncio.gather(*(asyncio.create_task(read(client)) for client in ["a"] * 40 + ["b"] * 2))
-
-    asyncio.run(main())
+    await asyncio.gather(*(asyncio.create_task(read(client)) for client in ["a"] * 40 + ["b"] * 2))
     codec.close()
     assert done.count("a") == 40
     assert "b" in done[:8], "two of the other client came before, and those that follow them at once"
