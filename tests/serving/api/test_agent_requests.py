@@ -60,13 +60,24 @@ def prompt(kind, **body):
     return TOKENIZER.decode(opened(kind, **body)[0].job.prompts[0], skip_special_tokens=False)
 
 
-def called(name, arguments, **more):
-    call = {"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}}
-    return {"role": "assistant", "content": None, "tool_calls": [call], **more}
-
-
 def item(kind, **fields):
     return {"type": kind, **fields}
+
+
+def part(text, **marks):
+    return item("text", text=text, **marks)
+
+
+def user(*parts):
+    return {"role": "user", "content": [*parts]}
+
+
+def said(content, **more):
+    return {"role": "assistant", "content": content, **more}
+
+
+def called(name, arguments):
+    return said(None, tool_calls=[item("function", id="1", function={"name": name, "arguments": arguments})])
 
 
 @pytest.mark.parametrize(
@@ -76,23 +87,21 @@ def item(kind, **fields):
         (CHAT, {"messages": [{"role": "developer", "content": "D"}, USER]}, f"[system]D[user]hi{END}"),
         (RESPONSES, {"instructions": "A", "input": [{"role": "developer", "content": "B"}, USER]},
          f"[system]A\n\nB[user]hi{END}"),
-        (MESSAGES, {"messages": [USER, {"role": "assistant", "content": "a"}, {"role": "system", "content": "S"},
-                       USER]},
+        (MESSAGES, {"messages": [USER, said("a"), {"role": "system", "content": "S"}, USER]},
          f"[user]hi[assistant]a[user]S\n\nhi{END}"),
-        (CHAT, {"messages": [USER, {"role": "assistant", "content": "a", "reasoning": "hm"}, USER]},
-         f"[user]hi[assistant](hm)a[user]hi{END}"),
+        (CHAT, {"messages": [USER, said("a", reasoning="hm"), USER]}, f"[user]hi[assistant](hm)a[user]hi{END}"),
         # Odd histories.
         (CHAT, {"messages": [USER, called("f", '{"a": "x'), {"role": "tool", "content": None}]},
          f'[user]hi[assistant]<f {{"arguments": "{{\\"a\\": \\"x"}}>[tool]{END}'),
-        (CHAT, {"messages": [USER, {"role": "assistant", "content": None, "function_call": {
-            "name": "f", "arguments": "{}"}}, {"role": "function", "name": "f", "content": "r"}]},
+        (CHAT, {"messages": [USER, said(None, function_call={"name": "f", "arguments": "{}"}),
+                             {"role": "function", "name": "f", "content": "r"}]},
          f"[user]hi[assistant]<f {{}}>[tool]r{END}"),
-        (CHAT, {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [
-            {"id": "1", "type": "custom", "custom": {"name": "patch", "input": "x"}}]}]},
+        (CHAT, {"messages": [USER, said("", tool_calls=[
+            item("custom", id="1", custom={"name": "patch", "input": "x"})])]},
          f'[user]hi[assistant]<patch {{"input": "x"}}>{END}'),
-        (MESSAGES, {"messages": [USER, {"role": "assistant", "content": [
-            *({"type": "thinking", "thinking": text} for text in ("a", None, "b")), {"type": "text", "text": "c"}]},
-            USER]}, f"[user]hi[assistant](a\nb)c[user]hi{END}"),
+        (MESSAGES, {"messages": [USER, said([
+            *(item("thinking", thinking=text) for text in ("a", None, "b")), part("c")]), USER]},
+         f"[user]hi[assistant](a\nb)c[user]hi{END}"),
         (RESPONSES, {"input": [USER, item("reasoning", summary=[], content=None, encrypted_content=None),
                                item("function_call", name="f", arguments="", call_id="1"),
                                item("function_call_output", call_id="1", output=[item("input_image")])]},
@@ -102,59 +111,51 @@ def item(kind, **fields):
                                item("web_search_call", id="w", status="completed", action={"query": "q"})]},
          f'[user]hi[assistant]<patch {{"input": "x"}}>[tool]ok[assistant][web_search_call] {{"action": '
          f'{{"query": "q"}}}}{END}'),
-        (MESSAGES, {"messages": [USER, {"role": "assistant", "content": [
-            {"type": "tool_use", "id": "c", "name": "Read", "input": {}}]}, {"role": "user", "content": [
-                {"type": "tool_result", "tool_use_id": "c", "content": [IMAGE]}, {"type": "text", "text": "so"}]}]},
+        (MESSAGES, {"messages": [USER, said([item("tool_use", id="c", name="Read", input={})]), user(
+            item("tool_result", tool_use_id="c", content=[IMAGE]), part("so"))]},
          f"[user]hi[assistant]<Read {{}}>[tool][image omitted][user]so{END}"),
-        (MESSAGES, {"messages": [{"role": "user", "content": [
-            {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "D"}}, IMAGE]}]},
+        (MESSAGES, {"messages": [user(
+            item("document", source=item("text", media_type="text/plain", data="D")), IMAGE)]},
          f"[user]D\n[image omitted]{END}"),
-        (MESSAGES, {"messages": [{"role": "user", "content": [
-            {"type": "search_result", "source": "x", "content": [{"type": "text", "text": "B"}]}]}]}, f"[user]B{END}"),
+        (MESSAGES, {"messages": [user(item("search_result", source="x", content=[part("B")]))]}, f"[user]B{END}"),
         (RESPONSES, {"input": [USER, item("computer_call_output", output=item("computer_screenshot", image_url="x")),
                                item("image_generation_call", id="i", result="AA==")]},
          f'[user]hi[assistant][computer_call_output] {{"output": "[computer_screenshot omitted]"}}\n'
          f"[image_generation_call] {{}}{END}"),
         (RESPONSES, {"input": [
             USER, item("reasoning", summary=[], content=[item("reasoning_text", text="hm")]),
-            {"role": "assistant", "content": [item("output_text", text="I look.")]},
+            said([item("output_text", text="I look.")]),
             item("function_call", call_id="c", name="f", arguments='{"a": true}'),
             item("function_call", call_id="d", name="f", arguments="{}"),
             item("function_call_output", call_id="c", output="no"),
             item("function_call_output", call_id="d", output=[item("input_text", text="less")])]},
          f'[user]hi[assistant](hm)I look.<f {{"a": true}}><f {{}}>[tool]no[tool]less{END}'),
-        (MESSAGES, {"system": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "messages": [
-            USER, {"role": "assistant", "content": [
-                {"type": "thinking", "thinking": "hm", "signature": ""}, {"type": "redacted_thinking", "data": "x"},
-                {"type": "text", "text": "I look."}, {"type": "tool_use", "id": "c", "name": "f", "input": {"a": 1}}]},
-            {"role": "user", "content": [{"type": "text", "text": "and?"}, {
-                "type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "no"}]}]}]},
+        (MESSAGES, {"system": [part("a"), part("b")], "messages": [
+            USER, said([item("thinking", thinking="hm", signature=""), item("redacted_thinking", data="x"),
+                        part("I look."), item("tool_use", id="c", name="f", input={"a": 1})]),
+            user(part("and?"), item("tool_result", tool_use_id="c", content=[part("no")]))]},
          f'[system]a\nb[user]hi[assistant](hm)I look.<f {{"a": 1}}>[tool]no[user]and?{END}'),
         # Thoughts in the forms of several APIs, parts that are texts, and results that are objects.
-        *((CHAT, {"messages": [USER, {"role": "assistant", **more}, USER]}, f"[user]hi[assistant](hm)a[user]hi{END}")
-          for more in (
-              {"content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "a"}]},
-              {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}, "a"]},
-              {"content": [item("reasoning", reasoning="hm"), "a"]},
-              {"content": [item("reasoning", content=[item("reasoning_text", text="hm")]), "a"]},
-              {"content": "a", "thinking_blocks": [{"type": "thinking", "thinking": "hm", "signature": ""}]},
-              {"content": "a", "reasoning_content": None, "reasoning_details": [
-                  {"type": "reasoning.text", "text": "hm"}, {"type": "reasoning.encrypted", "data": "x"}]})),
-        (CHAT, {"messages": [{"role": "user", "content": ["a", {"type": "text", "text": "b"}]}]}, f"[user]a\nb{END}"),
-        (CHAT, {"messages": [USER, {"role": "assistant", "content": [
-            {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}}]}]},
+        *((CHAT, {"messages": [USER, answer, USER]}, f"[user]hi[assistant](hm)a[user]hi{END}") for answer in (
+            said([item("thinking", thinking="hm"), part("a")]), said([item("thinking", thinking=[part("hm")]), "a"]),
+            said([item("reasoning", reasoning="hm"), "a"]),
+            said([item("reasoning", content=[item("reasoning_text", text="hm")]), "a"]),
+            said("a", thinking_blocks=[item("thinking", thinking="hm", signature="")]),
+            said("a", reasoning_content=None, reasoning_details=[
+                item("reasoning.text", text="hm"), item("reasoning.encrypted", data="x")]))),
+        (CHAT, {"messages": [user("a", part("b"))]}, f"[user]a\nb{END}"),
+        (CHAT, {"messages": [USER, said([item("tool_use", id="1", name="f", input={"a": 1})])]},
          f'[user]hi[assistant][tool_use] {{"name": "f", "input": {{"a": 1}}}}{END}'),
         (RESPONSES, {"input": [USER, item("function_call", name="f", arguments="{}", call_id="1"),
                                item("function_call_output", call_id="1", output={"a": 1})]},
          f'[user]hi[assistant]<f {{}}>[tool]{{"a": 1}}{END}'),
         (CHAT, {"messages": [{**USER, "thinking": "x"}]}, f"[user]hi{END}"),
         # The answer continues the last message.
-        (CHAT, {"messages": [USER, {"role": "assistant", "content": "1, "}], "continue_final_message": True,
-                "add_generation_prompt": False}, "[user]hi[assistant]1,"),
-        (MESSAGES, {"messages": [USER, {"role": "assistant", "content": "{"}]}, "[user]hi[assistant]{"),
+        (CHAT, {"messages": [USER, said("1, ")], "continue_final_message": True, "add_generation_prompt": False},
+         "[user]hi[assistant]1,"),
+        (MESSAGES, {"messages": [USER, said("{")]}, "[user]hi[assistant]{"),
         # Claude Code's line, which changes.
-        (MESSAGES, {"system": [{"type": "text", "text": "x-anthropic-billing-header: cch=1;"},
-                               {"type": "text", "text": "S"}]}, f"[system]S[user]hi{END}"),
+        (MESSAGES, {"system": [part("x-anthropic-billing-header: cch=1;"), part("S")]}, f"[system]S[user]hi{END}"),
         *((MESSAGES, {"system": system}, text) for system, text in (
             ("x-anthropic-billing-header: cch=1;\nS", f"[system]S[user]hi{END}"), ("day: 1", f"[user]hi{END}"))),
         (CHAT, {"messages": [{"role": "developer", "content": "S\nday: 1\nnot day: 1"}, USER]},
@@ -175,10 +176,10 @@ def item(kind, **fields):
         *((CHAT, {"response_format": {"type": "json_schema", **schema}, "stream": True, "stream_options": {
             "include_usage": None}}, f"[user]hi{END}") for schema in (
                 {"schema": SCHEMA}, {"json_schema": {}}, {"json_schema": {"schema": None}})),
-        (CHAT, {"messages": [USER, called(None, "{}"), {"role": "tool", "content": [{"type": "text", "text": None},
-                             "a", {"text": "b"}]}]}, f"[user]hi[assistant]< {{}}>[tool]\na\nb{END}"),
-        *((CHAT, {"messages": [USER, {"role": "assistant", "content": "1", name: True}]}, "[user]hi[assistant]1")
-          for name in ("prefix", "partial")),
+        (CHAT, {"messages": [USER, called(None, "{}"), {"role": "tool", "content": [part(None), "a", {"text": "b"}]}]},
+         f"[user]hi[assistant]< {{}}>[tool]\na\nb{END}"),
+        *((CHAT, {"messages": [USER, answer]}, "[user]hi[assistant]1")
+          for answer in (said("1", prefix=True), said("1", partial=True))),
         # Reasoning is off.
         *((CHAT, fields, "[user]hi[assistant]<think></think>") for fields in (
             {"enable_thinking": False}, {"thinking": {"type": "disabled"}}, {"reasoning": {"effort": "none"}},
@@ -321,7 +322,7 @@ def test_a_conversation_continues_from_token_ids():
     with pytest.raises(ApiError, match="not in the vocabulary"):
         asyncio.run(tokenized(replace(CONTEXT, vocab_size=5), ChatRequest(messages=[USER], previous_token_ids=before)))
     # The token that ends the turn is there once, whether the model has written it or not.
-    plain, turns = load_tokenizer("demo"), [USER, {"role": "assistant", "content": "a"}, USER]
+    plain, turns = load_tokenizer("demo"), [USER, said("a"), USER]
     whole = plain.encode_chat(turns)
     end = len(plain.encode_chat(turns[:2], add_generation_prompt=False)) - 1
     assert plain.decode(whole[end - 1 : end], skip_special_tokens=False) == "<|im_end|>"
