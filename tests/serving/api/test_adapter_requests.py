@@ -9,7 +9,7 @@ from serving.api.http.settings import ServerSettings
 from serving.engine.assembly.build import build_engine
 from tests.support.models.golden_case import FIXTURES, Case
 from tests.support.models.random_models import random_layers
-from tests.support.servers.live_server import LiveServer
+from tests.support.servers.live_server import completed, in_process
 
 FIXTURE = "lfm2"
 ADAPTER = str(FIXTURES / FIXTURE / "adapter")
@@ -22,45 +22,42 @@ ADMIN = {"Authorization": "Bearer operator"}
 
 
 @pytest.fixture(scope="module")
-def server():
+def client():
     built = build_engine(EngineConfig.create(model=str(FIXTURES / FIXTURE), **FLAGS), progress=False)
-    made = LiveServer(built.engine, prepare=False, served_model_name="base", admin_key="operator")
-    made.wait_until_ready()
-    yield made
-    made.close()
+    with in_process(built.engine, served_model_name="base", admin_key="operator") as client:
+        yield client
 
 
-def logprobs(server, model):
-    answer = server.complete(Case(FIXTURE).prompts[4].tolist(), model=model, max_tokens=4, logprobs=1)
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["model"] == model
-    return answer.json()["choices"][0]["logprobs"]["token_logprobs"]
+def logprobs(client, model):
+    answer = completed(client, Case(FIXTURE).prompts[4].tolist(), model=model, logprobs=1)
+    assert answer["model"] == model
+    return answer["choices"][0]["logprobs"]["token_logprobs"]
 
 
-def post(server, path, **body):
-    return server.http.post(path, json=body, headers=ADMIN)
+def post(client, path, **body):
+    return client.post(path, json=body, headers=ADMIN)
 
 
-def test_an_adapter_is_a_model_while_it_is_loaded(server):
-    base = logprobs(server, "base")
-    assert server.http.post("/v1/completions", json={"model": "tenant", "prompt": [1]}).status_code == 404
-    assert post(server, "/v1/load_lora_adapter", lora_name="tenant", lora_path=ADAPTER).status_code == 200
-    adapted = logprobs(server, "tenant")
+def test_an_adapter_is_a_model_while_it_is_loaded(client):
+    base = logprobs(client, "base")
+    assert client.post("/v1/completions", json={"model": "tenant", "prompt": [1]}).status_code == 404
+    assert post(client, "/v1/load_lora_adapter", lora_name="tenant", lora_path=ADAPTER).status_code == 200
+    adapted = logprobs(client, "tenant")
     assert adapted != pytest.approx(base, abs=1e-3)
-    assert logprobs(server, "base") == pytest.approx(base, abs=1e-4), "the base model's cached states are its own"
-    cards = {card["id"]: card for card in server.http.get("/v1/models").json()["data"]}
+    assert logprobs(client, "base") == pytest.approx(base, abs=1e-4), "the base model's cached states are its own"
+    cards = {card["id"]: card for card in client.get("/v1/models").json()["data"]}
     assert (cards["tenant"]["parent"], cards["tenant"]["root"]) == ("base", ADAPTER)
     assert cards["base"].get("parent") is None
     # With room for one adapter, another name takes its place; the first is loaded again when it is asked for.
-    assert post(server, "/v1/load_lora_adapter", lora_name="other", lora_path=ADAPTER).status_code == 200
-    assert logprobs(server, "tenant") == pytest.approx(adapted, abs=1e-4)
+    assert post(client, "/v1/load_lora_adapter", lora_name="other", lora_path=ADAPTER).status_code == 200
+    assert logprobs(client, "tenant") == pytest.approx(adapted, abs=1e-4)
     # A loaded name is replaced on request only.
     for more, status in (({}, 400), ({"load_inplace": True}, 200)):
         body = {"lora_name": "other", "lora_path": ADAPTER} | more
-        assert post(server, "/v1/load_lora_adapter", **body).status_code == status
+        assert post(client, "/v1/load_lora_adapter", **body).status_code == status
     for name in ("tenant", "other"):
-        assert post(server, "/v1/unload_lora_adapter", lora_name=name).status_code == 200
-    assert server.http.post("/v1/completions", json={"model": "tenant", "prompt": [1]}).status_code == 404
+        assert post(client, "/v1/unload_lora_adapter", lora_name=name).status_code == 200
+    assert client.post("/v1/completions", json={"model": "tenant", "prompt": [1]}).status_code == 404
 
 
 @pytest.mark.parametrize(
@@ -72,18 +69,18 @@ def test_an_adapter_is_a_model_while_it_is_loaded(server):
         ("unload", {"lora_name": "x"}, 404, "not loaded"),
     ],
 )
-def test_refusals_are_clear(server, path, body, status, words):
-    answer = post(server, f"/v1/{path}_lora_adapter", **body)
+def test_refusals_are_clear(client, path, body, status, words):
+    answer = post(client, f"/v1/{path}_lora_adapter", **body)
     assert answer.status_code == status
     assert words in answer.text
 
 
-def test_a_learned_initial_state_is_a_model(server, tmp_path):
+def test_a_learned_initial_state_is_a_model(client, tmp_path):
     config = load_config(FIXTURES / FIXTURE)
     write_initial_state(tmp_path, random_layers(config), config)
-    assert post(server, "/v1/load_lora_adapter", lora_name="state", lora_path=str(tmp_path)).status_code == 200
-    assert logprobs(server, "state") != pytest.approx(logprobs(server, "base"), abs=1e-3)
-    assert post(server, "/v1/unload_lora_adapter", lora_name="state").status_code == 200
+    assert post(client, "/v1/load_lora_adapter", lora_name="state", lora_path=str(tmp_path)).status_code == 200
+    assert logprobs(client, "state") != pytest.approx(logprobs(client, "base"), abs=1e-3)
+    assert post(client, "/v1/unload_lora_adapter", lora_name="state").status_code == 200
 
 
 @pytest.mark.parametrize("module", ["tenant", "=path", "tenant=", "default=path"])

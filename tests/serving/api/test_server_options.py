@@ -9,13 +9,11 @@ from serving.api.http.settings import ServerSettings, resolve_settings
 from serving.config import ConfigError, EngineConfig
 from serving.engine.assembly.build import build_engine
 from serving.split.settings import RouterSettings
+from tests.support.fleets.processes import ENGINE
 from tests.support.servers.live_server import LiveServer
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if mood is defined %} ({{ mood }}){% endif %}"
-SMALL = {
-    "tile_size": 16, "state_block_size": 32, "page_size": 16, "max_model_len": 128, "max_num_seqs": 2,
-    "max_num_batched_tokens": 64, "num_slots": 8, "num_pages": 20, "warmup": False,
-}  # fmt: skip
+SMALL = ENGINE | {"max_model_len": 128, "warmup": False}
 
 
 @pytest.fixture(scope="module")
