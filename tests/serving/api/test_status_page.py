@@ -18,6 +18,7 @@ from serving.api.metrics import Metrics
 from serving.core.errors import WaitReason
 from serving.engine.requests.output import CompletionOutput, RequestMetrics, RequestOutput
 from tests.serving.core.drive import Loop
+from tests.support.waiting import comes_true
 
 PAGE = Path(__file__).resolve().parents[3] / "serving/api/static/index.html"
 
@@ -81,7 +82,7 @@ def test_latencies_are_those_of_the_latest_requests():
 
 @pytest.fixture
 def browser(tmp_path):
-    program = find_chromium()
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if program is None:
         pytest.skip("no Chromium here (Debian: apt install chromium)")
     browser = Browser(program, tmp_path / "profile")
@@ -93,7 +94,7 @@ def test_the_page(server, browser):
     for _ in range(2):
         server.complete("The page shows what is cached", max_tokens=4)
     server.complete("and drafts", max_tokens=30, logit_bias={"70": 100})
-    browser.go(server.url + "/")
+    browser.call("Page.navigate", url=server.url + "/")
     browser.wait("document.getElementById('state')?.textContent === 'ready'")
     browser.wait("document.getElementById('slotslegend').textContent.includes('60 in all')")
     assert "160 in all" in browser.run("document.getElementById('pageslegend').textContent")
@@ -122,7 +123,7 @@ def test_the_page(server, browser):
     assert "ms" in browser.run("document.getElementById('latency').textContent")
     assert "no requests wait" in browser.run("document.getElementById('waits').textContent")
     assert "JAX" in browser.run("document.getElementById('model').textContent")
-    picture = browser.screenshot()
+    picture = base64.b64decode(browser.call("Page.captureScreenshot", captureBeyondViewport=True)["data"])
     browser.run(
         "document.getElementById('prompt').value = 'word '.repeat(3000); "
         "document.getElementById('form').requestSubmit()"
@@ -135,21 +136,15 @@ def test_the_page(server, browser):
         Path(os.environ["SAVE_SCREENSHOT"]).write_bytes(picture)
 
 
-def find_chromium() -> str | None:
-    return next(
-        (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
-    )
-
-
 class Browser:
     """One page."""
 
-    def __init__(self, program: str, profile: Path, *, width: int = 1120, height: int = 1000) -> None:
+    def __init__(self, program: str, profile: Path) -> None:
         there_out, self._to = os.pipe()
         self._from, there_in = os.pipe()
         command = [
             program, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-            "--hide-scrollbars", f"--user-data-dir={profile}", f"--window-size={width},{height}",
+            "--hide-scrollbars", f"--user-data-dir={profile}", "--window-size=1120,1000",
             "--remote-debugging-pipe", "about:blank",
         ]  # fmt: skip
         # The protocol wants file descriptors 3 and 4.
@@ -166,47 +161,17 @@ class Browser:
         self._ids, self._left = itertools.count(1), b""
         self.problems: list[str] = []
         """Uncaught errors of the page's scripts."""
-        target = next(t for t in self._call("Target.getTargets")["targetInfos"] if t["type"] == "page")
-        attached = self._call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
-        self._session = attached["sessionId"]
+        self._session: dict[str, str] = {}
+        target = next(t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page")
+        attached = self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
+        self._session = {"sessionId": attached["sessionId"]}
         self.call("Runtime.enable")
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.call("Emulation.setDeviceMetricsOverride", width=1120, height=1000, deviceScaleFactor=1, mobile=False)
 
     def call(self, method: str, **params):
-        """A command to the page."""
-        return self._call(method, session=self._session, **params)
-
-    def go(self, url: str) -> None:
-        self.call("Page.navigate", url=url)
-
-    def run(self, script: str):
-        """The value of a JavaScript expression; promises are awaited."""
-        result = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
-        assert "exceptionDetails" not in result, result["exceptionDetails"]
-        return result["result"].get("value")
-
-    def wait(self, script: str, seconds: float = 60.0):
-        """Until the expression is true."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            if value := self.run(script):
-                return value
-            time.sleep(0.1)
-        raise AssertionError(f"did not become true: {script}")
-
-    def screenshot(self) -> bytes:
-        """The whole page as PNG."""
-        return base64.b64decode(self.call("Page.captureScreenshot", captureBeyondViewport=True)["data"])
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.wait(30)
-        os.close(self._to)
-        os.close(self._from)
-
-    def _call(self, method: str, session: str | None = None, **params):
+        """A command to the page: its result."""
         number = next(self._ids)
-        message = {"id": number, "method": method, "params": params} | ({"sessionId": session} if session else {})
+        message = {"id": number, "method": method, "params": params} | self._session
         os.write(self._to, json.dumps(message).encode() + b"\0")
         while True:
             answer = self._next()
@@ -215,6 +180,22 @@ class Browser:
             if answer.get("id") == number:
                 assert "error" not in answer, answer["error"]
                 return answer["result"]
+
+    def run(self, script: str):
+        """The value of a JavaScript expression; promises are awaited."""
+        result = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in result, result["exceptionDetails"]
+        return result["result"].get("value")
+
+    def wait(self, script: str) -> None:
+        """Until the expression is true."""
+        assert comes_true(lambda: self.run(script), every=0.1), f"did not become true: {script}"
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait(30)
+        os.close(self._to)
+        os.close(self._from)
 
     def _next(self):
         while b"\0" not in self._left:
