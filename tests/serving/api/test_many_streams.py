@@ -33,17 +33,15 @@ class Stream:
                 if line == "data: [DONE]":
                     self.done = True
                 elif line.startswith("data: "):
-                    self.take(json.loads(line[6:])["choices"][0])
+                    choice = json.loads(line[6:])["choices"][0]
+                    assert self.reason is None
+                    self.token_ids += choice["token_ids"]
+                    self.logprobs += choice["logprobs"]["token_logprobs"] if choice["logprobs"] else []
+                    self.text += choice["text"]
+                    self.reason = choice["finish_reason"]
                     events += 1
                     if leave_after is not None and events >= leave_after:
                         return
-
-    def take(self, choice: dict) -> None:
-        assert self.reason is None
-        self.token_ids += choice["token_ids"]
-        self.logprobs += choice["logprobs"]["token_logprobs"] if choice["logprobs"] else []
-        self.text += choice["text"]
-        self.reason = choice["finish_reason"]
 
 
 async def crowd(server, count: int, rng: random.Random) -> list[tuple[list[int], Stream, bool]]:
@@ -76,16 +74,12 @@ def check(server, found) -> None:
     server.assert_idle()
     whole = [(prompt, stream) for prompt, stream, stayed in found if stayed]
     assert len(whole) > len(found) // 3
-    expected: dict[int, dict] = {}
-    for begin in range(0, len(whole), 50):
-        prompts = [prompt for prompt, _ in whole[begin : begin + 50]]
-        answer = server.complete(prompts, max_tokens=TOKENS, ignore_eos=True, return_token_ids=True, logprobs=0).json()
-        expected |= {begin + choice["index"]: choice for choice in answer["choices"]}
-    for i, (_, stream) in enumerate(whole):
+    prompts, options = [prompt for prompt, _ in whole], {"ignore_eos": True, "return_token_ids": True, "logprobs": 0}
+    expected = server.complete(prompts, max_tokens=TOKENS, **options).json()["choices"]
+    for (_, stream), other in zip(whole, expected, strict=True):
         assert stream.done
         assert stream.reason == "length"
         assert len(stream.token_ids) == len(stream.logprobs) == TOKENS
-        other = expected[i]
         at = next(
             (j for j, (a, b) in enumerate(zip(stream.token_ids, other["token_ids"], strict=True)) if a != b), None
         )

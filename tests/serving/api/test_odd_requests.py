@@ -13,9 +13,6 @@ from tests.support.servers.hostile_requests import HOSTILE, NUM_ODD
 from tests.support.servers.live_server import running
 from tests.support.waiting import comes_true, is_ready
 
-ODD = HOSTILE[:NUM_ODD]
-"""Those that are odd, not large."""
-
 
 @pytest.fixture(scope="module")
 def front(server):
@@ -26,7 +23,7 @@ def front(server):
         yield url
 
 
-@pytest.mark.parametrize("hostile", ODD, ids=lambda hostile: hostile.name)
+@pytest.mark.parametrize("hostile", HOSTILE[:NUM_ODD], ids=lambda hostile: hostile.name)
 def test_no_odd_request_gives_a_server_error(front, hostile):
     """In front of a server is a router, which sends on what it does not refuse itself."""
     answers = hostile.send(front)

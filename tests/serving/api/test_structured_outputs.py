@@ -96,14 +96,11 @@ def test_logprobs_and_stops_work_too(server):
     assert kept["text"] == answer["text"]
 
 
-ON_THE_WAY = {"grammar": f'start: "{"abc " * 40}" {TOO_BIG}'}
-"""Becomes too complex after more tokens than its trial follows."""
-
-
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_grammar_that_becomes_too_complex(server, n):
     """It is the request's own fault: 400 before anything was sent, and an event of the same type afterwards."""
-    fields = {"structured_outputs": ON_THE_WAY, "max_tokens": 200, "n": n}
+    late = {"grammar": f'start: "{"abc " * 40}" {TOO_BIG}'}  # after more tokens than its trial follows
+    fields = {"structured_outputs": late, "max_tokens": 200, "n": n}
     answer = server.complete(**fields)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
