@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from unittest import mock
 
 import jax.numpy as jnp
 import pytest
@@ -315,9 +316,7 @@ def test_a_length_that_does_not_fit_is_what_is_missing():
     ],
 )
 def test_a_hubs_name_stands_for_the_published_model(name, published, quantization, monkeypatch):
-    def offline(config, **_):
-        raise CheckpointError(f"{config.model}: cannot be reached")
-
+    offline = mock.Mock(side_effect=CheckpointError("cannot be reached"))
     monkeypatch.setattr("serving.engine.assembly.fetch.fetched", offline)
     config, notice = resolved_model(EngineConfig.create(model=name))
     assert (config.model, config.quantization) == (published, quantization)

@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+from functools import partial
 
 import pytest
 
@@ -16,28 +17,20 @@ class Clock:
         return self.now
 
 
-@pytest.fixture
-def run():
+def run(jobs, seconds):
     """Runs jobs of (name, share, cases, seconds of each) within so many seconds; returns figures and failures."""
+    clock, report = Clock(), Report()
+    deadline = Deadline(seconds, report, clock=clock)
 
-    def run(jobs, seconds):
-        clock, report = Clock(), Report()
-        deadline = Deadline(seconds, report, clock=clock)
+    def measure(name, cases, each):
+        if cases is None:
+            raise RuntimeError("out of memory")
+        for case in deadline.each(name, cases):
+            clock.now += each
+            report.add(name, case=case)
 
-        def measure(name, cases, each):
-            if cases is None:
-                raise RuntimeError("out of memory")
-            for case in deadline.each(name, cases):
-                clock.now += each
-                report.add(name, case=case)
-
-        deadline.run([
-            Job(name, share, lambda name=name, cases=cases, each=each: measure(name, cases, each))
-            for name, share, cases, each in jobs
-        ])  # fmt: skip
-        return [(one["metric"], next(k for k in one if k != "metric")) for one in report.figures], deadline.failed
-
-    return run
+    deadline.run([Job(name, share, partial(measure, name, cases, each)) for name, share, cases, each in jobs])
+    return [(one["metric"], next(k for k in one if k != "metric")) for one in report.figures], deadline.failed
 
 
 @pytest.mark.parametrize(
@@ -50,7 +43,7 @@ def run():
     ],
     ids=["a share ends", "what a job leaves goes to later ones", "no time is left", "a failure ends only its job"],
 )
-def test_jobs_share_the_time(run, jobs, seconds, figures, failed):
+def test_jobs_share_the_time(jobs, seconds, figures, failed):
     kinds = {"case": "", "skipped": "!", "error": "?"}
     found, wrong = run(jobs, seconds)
     assert " ".join(metric + kinds[kind] for metric, kind in found) == figures

@@ -68,17 +68,13 @@ def test_a_leader_must_know_the_key_too(pair, monkeypatch):
     assert str(greet(pair, KEY, KEY)["follower"]) == "has a wrong key"
 
 
-HALF = struct.pack(">BI", Kind.CALL, 100) + bytes(99)
-LONG = struct.pack(">BI", Kind.CALL, MAX_FRAME + 1)
-
-
 @pytest.mark.parametrize(
     ("sent", "line"),
     [
         (b"", r"sent nothing for 0\.05 s"),
-        (HALF, "sent nothing"),
+        (struct.pack(">BI", Kind.CALL, 100) + bytes(99), "sent nothing"),
         (None, "closed the connection"),
-        (LONG, "sent a message of 67,108,865 bytes"),
+        (struct.pack(">BI", Kind.CALL, MAX_FRAME + 1), "sent a message of 67,108,865 bytes"),
         (struct.pack(">BI", 99, 0), "unknown message type 99"),
     ],
 )

@@ -54,6 +54,12 @@ class Hosts:
         except ConfigError as error:
             return str(error)
 
+    def all_meet(self):
+        """Whether hosts 1 and 2, which start now, and the leader find each other."""
+        assert [host for host, _ in Hosts([1, 2]).wait()] == [1, 2]
+        ((host, links),) = self.wait()
+        return (host, sorted(links)) == (0, [1, 2])
+
     def wait(self):
         found = [end.result(60) for end in self.ends]
         for each in found:
@@ -78,12 +84,8 @@ def test_connections_without_the_key_are_refused(invitations):
         liar = Link(socket.create_connection(address), 5)
         with pytest.raises(meeting.LinkError):
             liar.authenticate_to_leader(b"x" * 32, 1)
-        more = Hosts([1, 2])
-        assert [host for host, _ in more.wait()] == [1, 2]
+        assert hosts.all_meet()
         assert silent.fileno() > 0
-    ((host, links),) = hosts.wait()
-    assert host == 0
-    assert sorted(links) == [1, 2]
 
 
 @contextlib.contextmanager
@@ -114,9 +116,7 @@ def test_slow_and_silent_connections_do_not_delay_the_hosts(invitations):
     invitation = invitations.get(timeout=30)
     slow = [socket.create_connection(("127.0.0.1", invitation["port"])) for _ in range(30)]
     with dripping(slow, 5):
-        assert [host for host, _ in Hosts([1, 2], seconds=30).wait()] == [1, 2]
-        ((host, links),) = hosts.wait()
-        assert (host, sorted(links)) == (0, [1, 2])
+        assert hosts.all_meet()
 
 
 def test_a_greeting_has_one_deadline(monkeypatch):
@@ -159,9 +159,7 @@ def test_a_host_that_is_restarted_while_another_one_is_missing_comes_again(invit
     first.send(Kind.FACTS, json.dumps(FACTS).encode())
     first.receive()  # it waits for host 2
     first.close()
-    assert [host for host, _ in Hosts([1, 2]).wait()] == [1, 2]
-    ((host, links),) = leader.wait()
-    assert (host, sorted(links)) == (0, [1, 2])
+    assert leader.all_meet()
 
 
 class Ended(Exception):
