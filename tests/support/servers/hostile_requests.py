@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from tests.support.servers.refused_values import BODY, REFUSED
+from tests.support.servers.refused_values import BODY, REFUSED, deep
 
 MIB = 1 << 20
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -131,15 +131,6 @@ def endless_body(url: str) -> Answers:
 
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 PARAMETERS = ("messages", "tools", "documents", "add_special_tokens", "add_generation_prompt", "self", "fits")
-
-
-def deep(depth: int) -> dict[str, object]:
-    value: dict[str, object] = {}
-    for _ in range(depth):
-        value = {"a": value}
-    return value
-
-
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 PARTS = [*({"type": "thinking", "thinking": str(i)} for i in range(4000)), *["a"] * 12_000]
 NESTED = "[" * 50_000 + "]" * 50_000

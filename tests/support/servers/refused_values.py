@@ -7,9 +7,12 @@ BODY = {
     "/v1/responses": {"input": "x", "max_output_tokens": 1}, "/v1/messages": {"messages": MESSAGES, "max_tokens": 1},
 }  # fmt: skip
 
-DEEP: dict = {}
-for _ in range(300):
-    DEEP = {"a": DEEP}
+
+def deep(depth: int) -> dict[str, object]:
+    value: dict[str, object] = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
 
 
 def tool(parameters=None):
@@ -83,7 +86,7 @@ OF_ONE_API = {
         ({"text": {"format": {"type": "json_schema"}}}, "text", ""), ({"input": "word " * 9000}, "input", "at most"),
         ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "nonsense"}}}}, "text", ""),
         ({"n": 3}, "n", "n is not supported"),
-        ({"tools": [{"type": "function", "name": "f", "parameters": DEEP}]}, None, "nested"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": deep(300)}]}, None, "nested"),
         ({"tool_choice": "required", "tools": [{"type": "custom", "name": "c", "format": {
             "type": "grammar", "syntax": "regex", "definition": "((((("}}]}, ..., ""),
     ),
