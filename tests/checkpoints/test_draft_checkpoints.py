@@ -8,10 +8,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from checkpoints.drafts import load_drafter_config, with_drafter
-from checkpoints.errors import CheckpointError
 from checkpoints.load import load_config, load_weights
 from mamba_jax.families.drafters import layer_places
-from mamba_jax.model import parameters
+from tests.checkpoints.checks import message, values
 from tests.support.engines.engine_harness import GOLDEN
 from tests.support.models.drafters import write_block, write_eagle
 
@@ -23,7 +22,7 @@ def test_both_published_forms_are_read_alike(tmp_path):
     for form in ("eagle", "speculators"):
         folder = write_eagle(tmp_path / form, TARGET, form=form)
         model = with_drafter(folder, loaded, progress=False).model
-        read.append({path: np.asarray(leaf[...]) for path, leaf in parameters(model).items()})
+        read.append(values(model))
     assert read[0].keys() == read[1].keys()
     for path, value in read[0].items():
         np.testing.assert_array_equal(value, read[1][path])
@@ -41,7 +40,7 @@ def test_drafters_of_blocks_are_read(tmp_path, method):
     assert drafter.places == (1, 3)
     assert drafter.mask_token == TARGET.vocab_size - 1
     assert drafter.from_newest == (method == "dspark")
-    values = {path: np.asarray(leaf[...]) for path, leaf in parameters(model).items()}
+    found = values(model)
     pairs = {"states_norm": "hidden_norm", "layers.1.attention.k_norm": "layers.1.self_attn.k_norm"}
     if method == "dspark":
         pairs |= {"markov_before": "markov_head.markov_w1", "markov_after": "markov_head.markov_w2"}
@@ -51,18 +50,18 @@ def test_drafters_of_blocks_are_read(tmp_path, method):
         pairs |= {"selector.after": "after", "layers.1.mlp_conv.projection": "layers.1.mlp_conv.kernel_projection"}
         assert (drafter.attention.window, drafter.conv_group, drafter.selector_top) == (16, 4, 6)
     for ours, theirs in pairs.items():
-        np.testing.assert_array_equal(values[f"drafter.{ours}.weight"], stored[f"{theirs}.weight"])
+        np.testing.assert_array_equal(found[f"drafter.{ours}.weight"], stored[f"{theirs}.weight"])
 
 
 BLOCKS, EAGLE = partial(write_block, method="dflash"), write_eagle
 
 
 @pytest.mark.parametrize(
-    ("write", "change", "message"),
+    ("write", "change", "said"),
     [
-        (BLOCKS, {"dflash_config": {"mask_token_id": 3}}, r"reads hidden states at \[\] \(target_layer_ids\)"),
+        (BLOCKS, {"dflash_config": {"mask_token_id": 3}}, "reads hidden states at [] (target_layer_ids)"),
         (BLOCKS, {"dflash_config": {"target_layer_ids": [1]}}, "mask_token_id is -1"),
-        (BLOCKS, {"layer_types": ["sliding_attention"]}, "layer_types has \\['sliding_attention'\\]"),
+        (BLOCKS, {"layer_types": ["sliding_attention"]}, "layer_types has ['sliding_attention']"),
         (BLOCKS, {"selector_rank": 4}, "selector_top_k is 0: expected 1 to"),
         (BLOCKS, {"add_swa_attention_sink_bias": True}, "add_swa_attention_sink_bias is True"),
         (BLOCKS, {"conv_kernel_size": 4, "conv_group_size": 7}, "channels cannot be divided into groups of 7"),
@@ -81,7 +80,7 @@ BLOCKS, EAGLE = partial(write_block, method="dflash"), write_eagle
         (EAGLE, lambda tensors: tensors.update({"d2t": tensors["d2t"] + 1000}), "d2t maps draft tokens to"),
     ],
 )
-def test_what_is_wrong_is_said(tmp_path, write, change, message):
+def test_what_is_wrong_is_said(tmp_path, write, change, said):
     """In one line: fields of config.json, or tensors that a function changes."""
     folder = write(tmp_path / "drafter", TARGET)
     config, weights = folder / "config.json", folder / "model.safetensors"
@@ -93,9 +92,7 @@ def test_what_is_wrong_is_said(tmp_path, write, change, message):
         read = partial(with_drafter, folder, load_weights(GOLDEN, dtype="float32", progress=False))
     else:
         config.write_text(json.dumps(json.loads(config.read_text()) | change))
-    with pytest.raises(CheckpointError, match=message) as error:
-        read()
-    assert "\n" not in str(error.value)
+    assert said in message(read)
 
 
 def test_the_digest_is_of_both_models(tmp_path):
@@ -113,8 +110,6 @@ def test_layers_of_one_sublayer_and_of_two():
 
 
 def test_a_drafter_of_another_kind_or_none(tmp_path):
-    folder = write_eagle(tmp_path / "drafter", TARGET)
-    with pytest.raises(CheckpointError, match="is a drafter of the kind eagle3, not dflash"):
-        load_drafter_config(folder, TARGET, method="dflash")
-    with pytest.raises(CheckpointError, match=r"no config\.json"):
-        load_drafter_config(tmp_path / "nothing", TARGET)
+    path = write_eagle(tmp_path / "drafter", TARGET)
+    assert "is a drafter of the kind eagle3, not dflash" in message(load_drafter_config, path, TARGET, method="dflash")
+    assert "no config.json" in message(load_drafter_config, tmp_path / "nothing", TARGET)

@@ -54,13 +54,11 @@ def test_a_layer_is_added(tmp_path, raw, pattern):
 
 def test_what_cannot_be_added(tmp_path):
     source = write_random(tmp_path / "source", MAMBA2, seed=1)
-    with pytest.raises(checkpoints.CheckpointError, match="a Mamba2 model has no attention that could be added"):
-        with_draft_layer(source, "*-")
-    with pytest.raises(checkpoints.CheckpointError, match="cannot be added"):
-        with_draft_layer(source, "E")
+    assert "a Mamba2 model has no attention that could be added" in message(with_draft_layer, source, "*-")
+    assert "cannot be added" in message(with_draft_layer, source, "E")
     fields, config = with_draft_layer(source, "-")
-    with pytest.raises(checkpoints.CheckpointError, match="is not empty"):
-        write_with_draft_layer(source, source, fields, config, fresh_draft_layer(config, 0))
+    layer = fresh_draft_layer(config, 0)
+    assert "is not empty" in message(write_with_draft_layer, source, source, fields, config, layer)
 
 
 @pytest.mark.parametrize("golden", map(FIXTURES.joinpath, NAMES), ids=NAMES)
@@ -98,16 +96,12 @@ def test_conversion_to_hugging_face_keeps_names_and_values(name, tmp_path):
 def test_what_cannot_be_saved_is_said(tmp_path):
     one = write_random(tmp_path / "one", BAMBA, seed=1)
     model = mamba_jax.load(str(one), dtype="float32")
-    with pytest.raises(checkpoints.CheckpointError, match="exists already"):
-        mamba_jax.save(model, str(one))
+    assert "exists already" in message(mamba_jax.save, model, str(one))
     other = write_random(tmp_path / "other", GRANITE, seed=1)
-    with pytest.raises(checkpoints.CheckpointError, match="describes another model"):
-        mamba_jax.save(model, str(tmp_path / "new"), like=str(other))
-    with pytest.raises(checkpoints.CheckpointError, match="give like="):
-        mamba_jax.save(load(one), str(tmp_path / "new"))
+    assert "describes another model" in message(mamba_jax.save, model, str(tmp_path / "new"), like=str(other))
+    assert "give like=" in message(mamba_jax.save, load(one), str(tmp_path / "new"))
     narrow = mamba_jax.load(str(one), dtype="float32", quantization="int8")
-    with pytest.raises(checkpoints.CheckpointError, match="weights are quantized"):
-        mamba_jax.save(narrow, str(tmp_path / "new"))
+    assert "weights are quantized" in message(mamba_jax.save, narrow, str(tmp_path / "new"))
 
 
 def test_a_saved_model_has_neither_figures_nor_data_of_the_original(tmp_path):

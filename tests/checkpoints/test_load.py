@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +20,8 @@ from checkpoints.tensors.tensor_set import TensorSet
 from mamba_jax.families import as_stored, config_from_hf
 from mamba_jax.model import parameters
 from tests.checkpoints.checks import assert_equal, load, message, values
+from tests.support.models.golden_case import FIXTURES, NAMES
 from tests.support.models.tiny_configs import CHECKPOINT
-
-GOLDENS = sorted(path.parent for path in (Path(__file__).parents[1] / "golden").glob("*/config.json"))
 
 
 @pytest.fixture
@@ -45,8 +43,9 @@ def change_config(directory, **changes):
 SAVED_OTHERWISE = ("olmo-hybrid", "lara-mini")
 
 
-@pytest.mark.parametrize("golden", [p for p in GOLDENS if p.name not in SAVED_OTHERWISE], ids=lambda p: p.name)
-def test_random_checkpoints_have_the_names_that_hugging_face_writes(golden):
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in SAVED_OTHERWISE])
+def test_random_checkpoints_have_the_names_that_hugging_face_writes(name):
+    golden = FIXTURES / name
     tensors = TensorSet(golden)
     fields = checkpoints.json_file.read_json(golden / "config.json")
     config = as_stored(config_from_hf(fields), tensors.names)
@@ -74,7 +73,7 @@ def test_random_checkpoints_have_the_names_that_hugging_face_writes(golden):
 def test_a_convolution_cut_in_equal_thirds(tmp_path):
     """transformers 5.23 saves OLMo Hybrid's conv1d by `torch.chunk(..., 3)`: here 40 and 40 key rows per head and 24
     value rows are cut without regard to what they are. Only their sum is checked."""
-    golden = next(path for path in GOLDENS if path.name == SAVED_OTHERWISE[0])
+    golden = FIXTURES / SAVED_OTHERWISE[0]
     expected, saved = values(load(golden)), TensorSet(golden)
     tensors = {}
     for name in saved.names:

@@ -23,7 +23,7 @@ from serving.capacity.plan import make_plan
 from serving.capacity.targets import target
 from serving.cli.main import run
 from serving.config import ConfigError, EngineConfig
-from tests.checkpoints.checks import assert_equal, load, values
+from tests.checkpoints.checks import assert_equal, load, message, values
 from tests.support.models.quantized_checkpoints import CONFIGS, METHODS, config_of, fp8, write_mixed, write_quantized
 
 dequantize = jax.jit(Quantized.dequantize)
@@ -101,32 +101,28 @@ def test_scales_of_inputs_come_with_weights_in_8_bits(mixed, changeable):
 
 
 EXPERT, SHARED = "backbone.layers.1.mixer.experts.2.up_proj", "backbone.layers.1.mixer.shared_experts.up_proj"
+QUERIES = "backbone.layers.3.mixer.q_proj"
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "message"),
+    ("name", "value", "said"),
     [
         (f"{EXPERT}.weight_scale_2", None, f"1 quantized weights are not whole: {EXPERT}.weight_scale_2 is missing"),
         (f"{EXPERT}.weight_scale", None, f"{EXPERT}.weight_scale is missing"),
         (f"{SHARED}.weight_scale", None, f"{SHARED}.weight_scale is missing"),
-        (f"{SHARED}.weight", None, rf"{SHARED}.weight \[64, 64\]"),
-        (f"{EXPERT}.weight_scale_2", np.ones(3, np.float32), r"weight_scale_2 is \[3\], expected one number or \[32\]"),
-        (f"{EXPERT}.weight_scale", np.ones((32, 3), ml_dtypes.float8_e4m3fn), r"is \[32, 3\], expected \[32, 4\]"),
-        (f"{EXPERT}.weight_scale", np.ones((32, 4), np.float32), r"weight_scale is \[32, 4\], expected \[64, 4\]"),
-        (f"{SHARED}.weight_scale", np.ones((64, 2), np.float32), r"is \[64, 2\], expected one number or \[64\]"),
-        ("backbone.layers.3.mixer.q_proj.weight_scale", np.ones((), np.float32), "1 unexpected: .*q_proj.weight_scale"),
-        (
-            "backbone.layers.3.mixer.q_proj.weight",
-            np.ones((64, 64), ml_dtypes.float8_e4m3fn),
-            "weight_scale is missing",
-        ),
+        (f"{SHARED}.weight", None, f"{SHARED}.weight [64, 64]"),
+        (f"{EXPERT}.weight_scale_2", np.ones(3, np.float32), "weight_scale_2 is [3], expected one number or [32]"),
+        (f"{EXPERT}.weight_scale", np.ones((32, 3), ml_dtypes.float8_e4m3fn), "is [32, 3], expected [32, 4]"),
+        (f"{EXPERT}.weight_scale", np.ones((32, 4), np.float32), "weight_scale is [32, 4], expected [64, 4]"),
+        (f"{SHARED}.weight_scale", np.ones((64, 2), np.float32), "is [64, 2], expected one number or [64]"),
+        (f"{QUERIES}.weight_scale", np.ones((), np.float32), f"1 unexpected: {QUERIES}.weight_scale"),
+        (f"{QUERIES}.weight", np.ones((64, 64), ml_dtypes.float8_e4m3fn), "weight_scale is missing"),
     ],
 )
-def test_a_missing_wrong_or_superfluous_tensor_is_named(changeable, name, value, message):
+def test_a_missing_wrong_or_superfluous_tensor_is_named(changeable, name, value, said):
     tensors, write = changeable
     changed = {other: one for other, one in (tensors | {name: value}).items() if one is not None}
-    with pytest.raises(CheckpointError, match=message):
-        load(write(changed))
+    assert said in message(load, write(changed))
 
 
 @pytest.mark.parametrize("other", ["wide", "FP8"])
@@ -154,12 +150,11 @@ def test_scales_of_cached_keys_and_values_may_be_there(changeable, tmp_path_fact
     assert few["blocks.3.mixer.k_scale"] == 0.5
     # What is not said is 1: of values here, and of the draft layer.
     assert few["blocks.3.mixer.v_scale"] == few["mtp.blocks.0.mixer.k_scale"] == 1
-    with pytest.raises(CheckpointError, match=r"k_scale is \[2\], expected \[\]"):
-        load(write(tensors | {name: np.ones(2, np.float32)}))
+    assert "k_scale is [2], expected []" in message(load, write(tensors | {name: np.ones(2, np.float32)}))
 
 
 @pytest.mark.parametrize(
-    ("description", "message"),
+    ("description", "said"),
     [
         ({"quant_method": "quanto"}, "method 'quanto' is not supported; known are modelopt, compressed"),
         ({"quant_method": "gptq", "bits": 3}, "gptq with 3 bits is not supported; 2, 4 and 8"),
@@ -170,10 +165,12 @@ def test_scales_of_cached_keys_and_values_may_be_there(changeable, tmp_path_fact
         (None, "weight is F8_E4M3, but config.json describes no quantization"),
     ],
 )
-def test_what_is_not_supported_is_refused(changeable, description, message):
+def test_what_is_not_supported_is_refused(changeable, description, said):
     tensors, write = changeable
-    with pytest.raises(CheckpointError, match=message):
-        load(write(tensors, quantization_config=description))
+    assert said in message(load, write(tensors, quantization_config=description))
+
+
+COMPRESSED = Quantization("compressed-tensors")
 
 
 @pytest.mark.parametrize(
@@ -182,12 +179,8 @@ def test_what_is_not_supported_is_refused(changeable, description, message):
         ("hf_quant_config.json", {"quantization": {"quant_algo": "MIXED_PRECISION"}}, Quantization("modelopt")),
         ("quantize_config.json", {"bits": 8, "desc_act": False}, Quantization("gptq", bits=8, zero_offset=1)),
         ("quant_config.json", {"w_bit": 4, "q_group_size": 64}, Quantization("awq", group_size=64)),
-        ("config.json", {"compression_config": {"config_groups": {}}}, Quantization("compressed-tensors")),
-        (
-            "config.json",
-            {"quantization_config": {"quantization_status": "compressed"}},
-            Quantization("compressed-tensors"),
-        ),
+        ("config.json", {"compression_config": {"config_groups": {}}}, COMPRESSED),
+        ("config.json", {"quantization_config": {"quantization_status": "compressed"}}, COMPRESSED),
         ("config.json", {"quantization_config": {"bits": 4, "sym": True}}, Quantization("gptq", zero_offset=1)),
         ("config.json", {"quantization_config": {"weight_block_size": [8, 8]}}, Quantization("fp8", block=(8, 8))),
     ],
@@ -257,10 +250,8 @@ def test_what_is_excluded_stays_wide(wide):
     assert "blocks.2.mixer.out_proj.weight" in found
     with pytest.raises(CheckpointError, match="no weight of this model is called 'o_prj'"):
         load(wide, quantization="int8", quantization_exclude=["o_prj"])
-    with pytest.raises(CheckpointError, match="no effect without quantization"):
-        load(wide, quantization_exclude=["o_proj"])
-    with pytest.raises(CheckpointError, match="allowed are int8, fp8, int4, nvfp4"):
-        load(wide, quantization="int3")
+    assert "no effect without quantization" in message(load, wide, quantization_exclude=["o_proj"])
+    assert "allowed are int8, fp8, int4, nvfp4" in message(load, wide, quantization="int3")
 
 
 def test_convert_writes_what_loading_makes(wide, tmp_path):
@@ -268,8 +259,7 @@ def test_convert_writes_what_loading_makes(wide, tmp_path):
     got = values(load(tmp_path / "orbax"))
     assert_equal(got, values(load(wide, quantization="int4")))
     assert forms(got) == forms(Checkpoint(tmp_path / "orbax", dtype="float32").shapes())
-    with pytest.raises(CheckpointError, match="convert --quantization"):
-        load(tmp_path / "orbax", quantization="int8")
+    assert "convert --quantization" in message(load, tmp_path / "orbax", quantization="int8")
 
 
 @pytest.mark.parametrize("kind", QUANTIZATIONS)
@@ -323,8 +313,7 @@ def test_quantized_checkpoints_are_described_and_not_quantized_again(tmp_path, c
     assert Checkpoint(wide).quantized_as() == ""
     checkpoints.convert(narrow, tmp_path / "orbax", progress=False)
     assert "float8_e4m3fn: mixer.in_proj_bc (2), mixer.in_proj_dt (2)" in Checkpoint(tmp_path / "orbax").quantized_as()
-    with pytest.raises(CheckpointError, match="is quantized already"):
-        load(narrow, quantization="int8")
+    assert "is quantized already" in message(load, narrow, quantization="int8")
     loaded, checkpoint = values(load(narrow)), Checkpoint(narrow, dtype="float32")
     assert forms(loaded) == forms(checkpoint.shapes())
     assert sum(map(nbytes, loaded.values())) == checkpoint.nbytes()

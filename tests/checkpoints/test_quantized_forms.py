@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from checkpoints.errors import CheckpointError
 from checkpoints.quantized import packing
 from checkpoints.tensors.tensor_set import TensorSet
-from tests.checkpoints.checks import load
+from tests.checkpoints.checks import load, message
 from tests.checkpoints.test_quantized import assert_stands_for
 from tests.support.models.quantized_checkpoints import (
     _words,
@@ -114,22 +113,21 @@ def test_forms_are_known_by_their_tensors(tmp_path, form):
 
 
 @pytest.mark.parametrize(
-    ("kind", "suffix", "value", "message"),
+    ("kind", "suffix", "value", "said"),
     [
-        (bitsandbytes_int8, "weight_format", np.uint8(2), r"up_proj\.weight_format is 2, expected 0 \(rows\)"),
+        (bitsandbytes_int8, "weight_format", np.uint8(2), "up_proj.weight_format is 2, expected 0 (rows)"),
         (
             four_bits,
             "weight.quant_state.bitsandbytes__nf4",
             np.frombuffer(b'{"shape": [Infinity], "blocksize": 64}', np.uint8),
-            r"up_proj\.weight\.quant_state\.bitsandbytes__nf4 does not describe a weight \(cannot convert",
+            "up_proj.weight.quant_state.bitsandbytes__nf4 does not describe a weight (cannot convert",
         ),
     ],
 )
-def test_bitsandbytes_tensors_that_are_not_usable_are_named(tmp_path, kind, suffix, value, message):
+def test_bitsandbytes_tensors_that_are_not_usable_are_named(tmp_path, kind, suffix, value, said):
     formats = {r".*up_proj": lambda w: (kind(w)[0] | {suffix: value}, w)}
     narrow, _ = write_quantized(tmp_path, config_of("falcon"), formats, BNB)
-    with pytest.raises(CheckpointError, match=message):
-        load(narrow)
+    assert said in message(load, narrow)
 
 
 @pytest.mark.parametrize(

@@ -49,10 +49,6 @@ def fp8(shape, scale="weight_scale", per=(), dtype="F32"):
     return {"weight": ("F8_E4M3", shape), scale: (dtype, per)}
 
 
-def fp8_channels(shape):
-    return fp8(shape, per=(*shape[:-1], 1), dtype="BF16")
-
-
 def fp8_blocks(shape):
     return fp8(shape, "weight_scale_inv", (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128)))
 
@@ -91,7 +87,7 @@ FORMS = {
     "NVFP4 MLPs, FP8": (MODELOPT | {"quant_algo": "MIXED_PRECISION"}, {r".*\.mlp\..*_proj": nvfp4, DENSE: fp8}),
     "NVFP4 with the head": (MODELOPT | {"quant_algo": "NVFP4"}, {rf"lm_head|{DENSE}": nvfp4}),
     "FP8 blocks": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, {DENSE: fp8_blocks}),
-    "FP8 channels": (COMPRESSED, {DENSE: fp8_channels}),
+    "FP8 channels": (COMPRESSED, {DENSE: lambda shape: fp8(shape, per=(*shape[:-1], 1), dtype="BF16")}),
     "packed INT4": (COMPRESSED, {DENSE: packed}),
     "GPTQ": ({"quant_method": "gptq", "bits": 4, "group_size": 32}, {DENSE: gptq}),
     "AutoRound": ({"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_gptq"}, {DENSE: gptq}),

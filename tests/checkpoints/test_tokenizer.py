@@ -3,7 +3,6 @@
 import base64
 import json
 import random
-import re
 from itertools import pairwise
 
 import pytest
@@ -14,6 +13,7 @@ from checkpoints.text.stream import StreamDecoder
 from checkpoints.text.tokenizer_files import byte_letters
 from checkpoints.text.training_data import train_tokenizer
 from checkpoints.tokenizer import read_tokenizer
+from tests.checkpoints.checks import message
 from tests.checkpoints.test_sentencepiece import write as sentencepiece
 
 TEXT = "Héllo wörld, 日本語 and 😀😀 — “ẞ”.\n\tx  = 1"
@@ -160,8 +160,7 @@ def test_tokens_that_only_the_configuration_has_are_added(tmp_path):
     assert tokenizer.encode("a[A]<|eos|>[B]", add_special_tokens=False) == [known, 400, 2, 402]
     assert tokenizer.decode([known, 400, 402]) == "a[B]"
     write(tmp_path, tokenizer_config={"added_tokens_decoder": {str(1 << 30): {"content": "[A]"}}})
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json: not a usable tokenizer \(an added token has the id"):
-        read_tokenizer(tmp_path)
+    assert "tokenizer.json: not a usable tokenizer (an added token has the id" in message(read_tokenizer, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -250,9 +249,7 @@ def test_tiktoken_refuses_added_tokens_with_a_text_of_others(tmp_path, content, 
     size = len(tiktoken_directory(tmp_path))
     added = {str(size): {"content": "[BOS]"}, str(size + 1): {"content": content}, str(size + 2): {"content": "[X]"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
-    message = re.escape(f"the added token '{content}' gets the id {found}, not {size + 1}")
-    with pytest.raises(CheckpointError, match=message):
-        read_tokenizer(tmp_path)
+    assert f"the added token '{content}' gets the id {found}, not {size + 1}" in message(read_tokenizer, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -275,5 +272,4 @@ def test_a_broken_tiktoken_file_is_named(tmp_path, content):
         size = len(tiktoken_directory(tmp_path))
         content = (tmp_path / "tiktoken.model").read_bytes() + base64.b64encode(b"a" * 1_000_000) + b" %d\n" % size
     (tmp_path / "tiktoken.model").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"tiktoken\.model: not a usable tokenizer"):
-        read_tokenizer(tmp_path)
+    assert "tiktoken.model: not a usable tokenizer" in message(read_tokenizer, tmp_path)
