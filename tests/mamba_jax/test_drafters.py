@@ -4,7 +4,6 @@ The multi-token-prediction layer within steps, and n-grams against their definit
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import jax
@@ -116,9 +115,44 @@ DEFAULT = ("eagle3", "dflash")
     "name", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.full) for name in CONFIGS]
 )
 def test_drafts_and_what_they_leave_behind(name):
+    """Prompts of 13 tokens in chunks, alone and packed; drafts right and wrong; a prompt's end found in the cache."""
     ENDED.clear()
-    check = assert_eagle_drafts if name in EAGLES else assert_block_drafts
-    check_draft_traces(host_of(name), PROMPT, functools.partial(check, name))
+    host = host_of(name)
+    check = functools.partial(assert_eagle_drafts if name in EAGLES else assert_block_drafts, name, host)
+    other = list(PROMPT[4:9])
+    for seat in (1, 2, 3, 4):
+        host.seat(seat)
+    host.prefill({"row_id": 1, "tokens": PROMPT[:5], "write": 1, "sample": False})
+    assert (np.asarray(host.rows.drafts) == -1).all()
+    out = host.prefill(
+        {"row_id": 1, "tokens": PROMPT[5:], "c": 5, "read": 1, "write": 2}, {"row_id": 2, "tokens": other, "write": 8}
+    )
+    rows = {1: [*PROMPT, int(out.tokens[0, 0])], 2: [*other, int(out.tokens[1, 0])]}
+    for seat in rows:
+        check(seat, rows[seat], host.table(seat - 1))
+    # Row 3 samples from the cached end of the first prompt; its pages are copies.
+    copies = host.sharing(2, 3)
+    out = host.decode(
+        {"row_id": 1, "continues": True, "drafts": 3, "writes": [3, 4, 5, 6]},
+        {"row_id": 2, "continues": True, "drafts": 2, "writes": [8, 9, 10]},
+        {"row_id": 3, "c": 13, "read": 2, "tokens": [], "writes": []} | copies,
+        # Row 4 goes on from the middle of it and does not sample.
+        {"row_id": 4, "c": 5, "read": 1, "tokens": PROMPT[5:7], "writes": [0, 7], "sample": False} | host.sharing(3, 1),
+    )
+    for seat in (1, 2):
+        rows[seat] += [t for t in out.tokens[seat - 1].tolist() if t >= 0]
+    rows[3] = [*PROMPT, int(out.tokens[2, 0])]
+    assert rows[3] == rows[1][:14]
+    for seat, table in ((1, host.table(0)), (2, host.table(1)), (3, copies["table"])):
+        check(seat, rows[seat], table)
+    assert (np.asarray(host.rows.drafts[4]) == -1).all()
+    out = host.decode(
+        {"row_id": 1, "continues": True, "drafts": 3, "writes": [3, 4, 5, 6]},
+        {"row_id": 2, "continues": True, "drafts": 3, "writes": [8, 9, 10, 11]},
+    )
+    for seat in (1, 2):
+        rows[seat] += [t for t in out.tokens[seat - 1].tolist() if t >= 0]
+        check(seat, rows[seat], host.table(seat - 1))
     assert bool(ENDED) == (name == "dspark")
 
 
@@ -167,9 +201,13 @@ def test_what_is_kept_between_steps_matters(spoil):
         assert_eagle_drafts("eagle3", host, 1, [*PROMPT, int(out.tokens[0, 0])], host.table(0))
 
 
+def decode_batch(drafts, rows=DECODE_ROWS):
+    return DecodeBatch.empty(rows=rows, num_speculative_tokens=drafts, pages_per_row=PAGES_PER_ROW)
+
+
 @pytest.mark.full
 def test_the_drafter_updates_the_store_in_place():
-    assert_updated_in_place(host_of("eagle3"), 3)
+    host_of("eagle3").assert_updated_in_place(decode_batch(3))
 
 
 WITH_MTP = dataclasses.replace(STEP, mtp_pattern="*-")
@@ -196,7 +234,7 @@ def test_the_layer_may_have_tables_of_its_own():
 @pytest.mark.smoke
 @pytest.mark.parametrize("drafts", [3, 0], ids=["wide", "narrow"])
 def test_the_draft_layer_updates_the_store_in_place(drafts):
-    assert_updated_in_place(Host(WITH_MTP, source=MTPDrafts()), drafts)
+    Host(WITH_MTP, source=MTPDrafts()).assert_updated_in_place(decode_batch(drafts))
 
 
 def test_without_drafts_a_step_is_what_it_would_be_without_a_draft_layer():
@@ -206,8 +244,7 @@ def test_without_drafts_a_step_is_what_it_would_be_without_a_draft_layer():
         host = Host(STEP, num_drafts=0)
         model = long_memory_model(config)
         step = jax.jit(lambda store, rows, batch, model=model: run_step(model, store, rows, batch))
-        batch = DecodeBatch.empty(rows=1, num_speculative_tokens=0, pages_per_row=PAGES_PER_ROW)
-        texts.append(step.lower(host.store, host.rows, batch).as_text())
+        texts.append(step.lower(host.store, host.rows, decode_batch(0, rows=1)).as_text())
     assert texts[0] == texts[1]
 
 
@@ -274,59 +311,3 @@ def test_a_seat_knows_its_tokens_and_steps_add_to_them():
     # The next tenant starts from nothing.
     host.seat(2, tokens=[4])
     assert (np.asarray(host.rows.source[2])[1:] == -1).all()
-
-
-def check_draft_traces(host: Host, prompt: Sequence[int], check: Callable[..., None], *, steps: int = 1) -> None:
-    """Prompts of 13 tokens in chunks, alone and packed; drafts right and wrong; a prompt's end found in the cache.
-
-    `check(host, seat, tokens, table)` looks at the drafts for what follows `tokens`, whose last one has not been fed.
-    """
-    other = list(prompt[4:9])
-    for seat in (1, 2, 3, 4):
-        host.seat(seat)
-    host.prefill({"row_id": 1, "tokens": prompt[:5], "write": 1, "sample": False})
-    assert (np.asarray(host.rows.drafts) == -1).all()
-    out = host.prefill(
-        {"row_id": 1, "tokens": prompt[5:], "c": 5, "read": 1, "write": 2}, {"row_id": 2, "tokens": other, "write": 8}
-    )
-    rows = {1: [*prompt, int(out.tokens[0, 0])], 2: [*other, int(out.tokens[1, 0])]}
-    for seat in rows:
-        check(host, seat, rows[seat], host.table(seat - 1))
-    # Row 3 samples from the cached end of the first prompt; its pages are copies.
-    copies = host.table(2).copy()
-    copies[:3] = host.table(0)[:3]
-    # Row 4 goes on from the middle of it and does not sample.
-    more = host.table(3).copy()
-    more[:1] = host.table(0)[:1]
-    out = host.decode(
-        {"row_id": 1, "continues": True, "drafts": 3, "writes": [3, 4, 5, 6]},
-        {"row_id": 2, "continues": True, "drafts": 2, "writes": [8, 9, 10]},
-        {"row_id": 3, "c": 13, "read": 2, "tokens": [], "writes": [], "table": copies}
-        | {"page_copy": (host.table(0)[3], copies[3])},
-        {"row_id": 4, "c": 5, "read": 1, "tokens": prompt[5:7], "writes": [0, 7], "sample": False}
-        | {"table": more, "page_copy": (host.table(0)[1], more[1])},
-    )
-    for seat in (1, 2):
-        rows[seat] += [t for t in out.tokens[seat - 1].tolist() if t >= 0]
-    rows[3] = [*prompt, int(out.tokens[2, 0])]
-    assert rows[3] == rows[1][:14]
-    for seat, table in ((1, host.table(0)), (2, host.table(1)), (3, copies)):
-        check(host, seat, rows[seat], table)
-    assert (np.asarray(host.rows.drafts[4]) == -1).all()
-    for _ in range(steps):
-        out = host.decode(
-            {"row_id": 1, "continues": True, "drafts": 3, "writes": [3, 4, 5, 6]},
-            {"row_id": 2, "continues": True, "drafts": 3, "writes": [8, 9, 10, 11]},
-        )
-        for seat in (1, 2):
-            rows[seat] += [t for t in out.tokens[seat - 1].tolist() if t >= 0]
-            check(host, seat, rows[seat], host.table(seat - 1))
-
-
-def assert_updated_in_place(host: Host, drafts: int) -> None:
-    """Pages of drafts are written K times in one program, and not copied once."""
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves((host.store, host.rows)))
-    batch = DecodeBatch.empty(rows=DECODE_ROWS, num_speculative_tokens=drafts, pages_per_row=PAGES_PER_ROW)
-    memory = host.programs.program(host.store, host.rows, batch).memory_analysis()
-    assert memory.alias_size_in_bytes >= size
-    assert memory.temp_size_in_bytes < size / 10

@@ -9,7 +9,6 @@ import pytest
 
 from mamba_jax.batch import DecodeBatch, PrefillBatch
 from mamba_jax.programs import StepPrograms
-from mamba_jax.store import store_bytes
 from tests.support.fleets.step_host import (
     DECODE_ROWS,
     PAGE,
@@ -170,28 +169,19 @@ def test_pages_are_copied_before_they_are_written():
     host = Host()
     prompt = PROMPT[: 2 * PAGE + 2]
     host.prefill({"tokens": prompt, "write": 1})
-    shared, tables = host.table(0), []
-    for row in (1, 2):
-        table = host.table(row)
-        table[:2] = shared[:2]
-        tables.append(table)
-    tokens = [(11, 12, 13), (14, 15)]
-    page = np.asarray(host.store.kv[0][shared[2]])
+    tokens, at = [(11, 12, 13), (14, 15)], host.table(0)[2]
+    page = np.asarray(host.store.kv[0][at])
     host.decode(
         *(
-            {"tokens": t, "c": len(prompt), "read": 1, "writes": [0] * (len(t) - 1) + [2 + i], "table": tables[i]}
-            | {"page_copy": (shared[2], tables[i][2])}
+            {"tokens": t, "c": len(prompt), "read": 1, "writes": [0] * (len(t) - 1) + [2 + i]} | host.sharing(1 + i, 2)
             for i, t in enumerate(tokens)
         )
     )
     for i, t in enumerate(tokens):
         assert_holds(host, 2 + i, (*prompt, *t))
-    np.testing.assert_array_equal(host.store.kv[0][shared[2]], page)
+    np.testing.assert_array_equal(host.store.kv[0][at], page)
     # The same through prefill.
-    table = host.table(3)
-    table[:2] = shared[:2]
-    host.prefill({"tokens": tokens[0], "c": len(prompt), "read": 1, "write": 9, "table": table}
-                 | {"page_copy": (shared[2], table[2])})  # fmt: skip
+    host.prefill({"tokens": tokens[0], "c": len(prompt), "read": 1, "write": 9} | host.sharing(3, 2))
     assert_holds(host, 9, (*prompt, *tokens[0]))
 
 
@@ -299,7 +289,6 @@ def test_greedy_programs_refuse_requests_that_sample(sampling):
 
 def test_programs_update_the_store_in_place_and_compile_once():
     host = Host()
-    size = store_bytes(host.store) + store_bytes(host.rows)
     decode = DecodeBatch.empty(rows=DECODE_ROWS, num_speculative_tokens=3, pages_per_row=PAGES_PER_ROW)
     prefill = PrefillBatch.empty(
         tokens=PREFILL_TOKENS, rows=PREFILL_ROWS, tiles=TILES, pages_per_row=PAGES_PER_ROW, tile_size=TILE
@@ -312,9 +301,7 @@ def test_programs_update_the_store_in_place_and_compile_once():
         host.programs.program(host.store, host.rows, one)
     assert host.programs.compilations == compiled + 1
     for batch in (decode, prefill, one):
-        memory = host.programs.program(host.store, host.rows, batch).memory_analysis()
-        assert memory.alias_size_in_bytes >= size
-        assert memory.temp_size_in_bytes < size / 10
+        host.assert_updated_in_place(batch)
     for _ in range(2):
         host.prefill({"tokens": PROMPT[:9], "write": 1})
         host.decode({"continues": True, "writes": [2]})

@@ -13,6 +13,9 @@ from tests.support.models.tiny_configs import FOR_ENGINES, VOCAB
 
 PROMPT = tuple(int(t) for t in np.random.default_rng(2).integers(0, VOCAB, 13))
 
+FED = {"c": len(PROMPT), "read": 1, "writes": [2, 3, 4, 5]}
+"""A row whose tokens come from the host, after its prompt."""
+
 
 def start(host=None, prompt=PROMPT, count=5, **sampling):
     """A host whose row 1 has absorbed its prompt in slot 1 and sampled a token; and what greedy goes on with."""
@@ -58,10 +61,9 @@ def test_missing_drafts_are_rejected_and_fewer_may_be_fed():
     host, want = start()
     mate = {"row_id": 2, "tokens": [want[0], want[1]], "drafts": 1, "c": len(PROMPT), "read": 1, "writes": [6, 7]}
     out = host.decode(
-        {"tokens": [want[0], want[1], -1, want[3]], "drafts": 3, "c": len(PROMPT), "read": 1, "writes": [2, 3, 4, 5]},
-        mate | {"table": shared_table(host, 1), "page_copy": (host.table(0)[3], host.table(1)[3])},
-        {"row_id": 3, "tokens": [want[0]], "c": len(PROMPT), "read": 1, "writes": [8], "table": shared_table(host, 2)}
-        | {"page_copy": (host.table(0)[3], host.table(2)[3])},
+        FED | {"tokens": [want[0], want[1], -1, want[3]], "drafts": 3},
+        mate | host.sharing(1, 3),
+        {"row_id": 3, "tokens": [want[0]], "c": len(PROMPT), "read": 1, "writes": [8]} | host.sharing(2, 3),
     )
     assert out.tokens[0].tolist() == [*want[1:3], -1, -1]
     assert out.tokens[1].tolist() == [*want[1:3], -1, -1]
@@ -70,18 +72,10 @@ def test_missing_drafts_are_rejected_and_fewer_may_be_fed():
     assert host.rows.slot[1:4].tolist() == [3, 7, 8]
 
 
-def shared_table(host, row):
-    """Row 0's pages up to the one that its prompt ends in, which is the row's own."""
-    table = host.table(row)
-    table[:3] = host.table(0)[:3]
-    return table
-
-
 def test_certain_tokens_before_drafts_are_all_kept():
     """A tail of two certain tokens with two drafts."""
     host, want = start()
-    tokens = [want[0], want[1], want[2], wrong(want[3])]
-    out = host.decode({"tokens": tokens, "drafts": 2, "c": len(PROMPT), "read": 1, "writes": [2, 3, 4, 5]})
+    out = host.decode(FED | {"tokens": [*want[:3], wrong(want[3])], "drafts": 2})
     assert out.tokens[0].tolist() == [want[2], want[3], -1, -1]
     assert (out.num_emitted[0], out.kept[0]) == (2, 3)
     assert int(host.rows.slot[1]) == 4
@@ -99,8 +93,7 @@ def test_unused_slots_are_not_written():
 
 def test_logprobs_of_accepted_drafts_and_of_the_token_after_them():
     host, want = start(logprobs=2)
-    tokens = [want[0], want[1], wrong(want[2]), 0]
-    out = host.decode({"tokens": tokens, "drafts": 3, "c": len(PROMPT), "read": 1, "writes": [2, 3, 4, 5]})
+    out = host.decode(FED | {"tokens": [*want[:2], wrong(want[2]), 0], "drafts": 3})
     expected = expected_logprobs((*PROMPT, *want[:3]))[-3:]
     for j in range(2):
         np.testing.assert_allclose(out.logprobs[0, j], expected[j, want[1 + j]], atol=1e-4)
@@ -114,14 +107,10 @@ def test_penalties_count_accepted_drafts_and_forget_rejected_ones(sampling):
     counts, seen = np.zeros(VOCAB, np.int32), np.zeros(VOCAB, bool)
     seen[list(PROMPT)] = True
     penalties = {"frequency_penalty": 0.1, "output_counts": counts, "prompt_seen": seen}
-    host = Host()
-    host.seat(1, **penalties, **sampling)
-    first = int(host.prefill({"tokens": PROMPT, "write": 1}).tokens[0, 0])
+    host, _ = start(**penalties, **sampling)
+    first = int(host.rows.last_token[1])
     want = greedy((*PROMPT, first), 3)
-    out = host.decode(
-        {"tokens": [first, *want[:1], *map(wrong, want[1:])], "drafts": 3, "c": len(PROMPT), "read": 1}
-        | {"writes": [2, 3, 4, 5]}
-    )
+    out = host.decode(FED | {"tokens": [first, *want[:1], *map(wrong, want[1:])], "drafts": 3})
     emitted = [first, *out.tokens[0][out.tokens[0] >= 0].tolist()]
     np.testing.assert_array_equal(host.rows.output_counts[1], np.bincount(emitted, minlength=VOCAB))
 
@@ -130,14 +119,11 @@ def test_drafts_do_not_change_what_a_penalized_greedy_row_says():
     """Draft j is judged with the drafts before it counted, as they would have been one step at a time."""
     counts, seen = np.zeros(VOCAB, np.int32), np.zeros(VOCAB, bool)
     strong = {"presence_penalty": 4.0, "repetition_penalty": 1.5, "output_counts": counts, "prompt_seen": seen}
-    host = Host()
-    host.seat(1, **strong)
-    said = [int(host.prefill({"tokens": PROMPT, "write": 1}).tokens[0, 0])]
+    host, _ = start(**strong)
+    said = [int(host.rows.last_token[1])]
     for _ in range(7):
         said.append(int(host.decode({"continues": True, "writes": [1]}).tokens[0, 0]))
-    host = Host()
-    host.seat(1, **strong)
-    host.prefill({"tokens": PROMPT, "write": 1})
+    host, _ = start(**strong)
     host.rows = host.with_drafts(1, said[1:4])
     out = host.decode({"continues": True, "drafts": 3, "writes": [2, 3, 4, 5]})
     assert out.tokens[0].tolist() == said[1:5]
@@ -214,12 +200,12 @@ def test_rows_share_an_anchor_and_nothing_else():
     """Two rows go on from one checkpoint, one after a token of its own; both leave it as it is."""
     host, want = anchored()
     checkpoint = host.slot(1)
-    mate = {"row_id": 2, "tokens": [want[0]], "c": len(PROMPT), "read": 1, "writes": [9], "table": host.table(1)}
-    mate["table"][:3] = host.table(0)[:3]
-    host.decode({"continues": True, "writes": [8]}, mate | {"page_copy": (host.table(0)[3], host.table(1)[3])})
+    mate, shared = {"row_id": 2, "writes": [9]}, host.sharing(1, 3)
+    first = {"tokens": [want[0]], "c": len(PROMPT), "read": 1}
+    host.decode({"continues": True, "writes": [8]}, mate | first | shared)
     for step in range(1, 5):
         own = {"continues": True, "writes": [8]}
-        out = host.decode(own, own | {"row_id": 2, "writes": [9], "table": mate["table"]})
+        out = host.decode(own, own | mate | {"table": shared["table"]})
         assert out.tokens[:2, 0].tolist() == [want[step + 1]] * 2
     jax.tree.map(np.testing.assert_array_equal, host.slot(1), checkpoint)
     assert anchor(host, 1) == (8, 16, 18)
@@ -276,9 +262,7 @@ def test_drafts_by_the_draft_layer_see_the_hidden_state_before_them():
     """What the layer says under replay is what it says under snapshots, step by step."""
     said = []
     for interval in (None, R):
-        host = Host(FOR_ENGINES["smallest"], source=MTPDrafts(), interval=interval)
-        host.seat(1)
-        host.prefill({"tokens": PROMPT, "write": 1})
+        host, _ = start(Host(FOR_ENGINES["smallest"], source=MTPDrafts(), interval=interval))
         drafts = []
         for _ in range(8):
             drafts.append(np.asarray(host.rows.drafts[1]).tolist())

@@ -77,6 +77,11 @@ class Host:
         """The pages of row number `row`, where a test does not say otherwise."""
         return np.arange(PAGES_PER_ROW) + 1 + row * PAGES_PER_ROW if self.pages_per_row else np.zeros(0, int)
 
+    def sharing(self, row, pages):
+        """The first pages of row number 0, and then the row's own, of which the first one begins as a copy."""
+        table = np.concatenate([self.table(0)[:pages], self.table(row)[pages:]])
+        return {"table": table, "page_copy": (self.table(0)[pages], table[pages])}
+
     def seat(self, row_id, *, output_counts=None, prompt_seen=None, tokens=None, **sampling):
         if tokens is not None:
             tokens = np.pad(np.array(tokens, np.int32), (0, PREFILL_TOKENS - len(tokens)), constant_values=-1)
@@ -149,6 +154,13 @@ class Host:
         for leaf in jax.tree.leaves((self.store.slots, self.store.kv, self.store.hidden)):
             assert np.isnan(leaf[0]).all(), "the null slot or page was written"
         return jax.tree.map(np.asarray, output)
+
+    def assert_updated_in_place(self, batch):
+        """The program of a batch has no second store, and pages of drafts, written K times, are not copied once."""
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves((self.store, self.rows)))
+        memory = self.programs.program(self.store, self.rows, batch).memory_analysis()
+        assert memory.alias_size_in_bytes >= size
+        assert memory.temp_size_in_bytes < size / 10
 
     def slot(self, index):
         """All that slot `index` holds."""
