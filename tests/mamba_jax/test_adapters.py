@@ -13,13 +13,12 @@ from checkpoints.quantized.rounding import QUANTIZATIONS
 from kernels_pallas.quantized import Quantized
 from mamba_jax.adapters import Adapters, adaptable_layers, targets
 from mamba_jax.config import Division, UnevenDivision
-from mamba_jax.layout import SequenceLayout
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.sharding import make_mesh, shard_parameters
 from mamba_jax.sharding.parameters import placement, placements
 from tests.support.engines.prompt_stepper import PromptStepper
 from tests.support.engines.step_programs import shared_programs
-from tests.support.models.golden_case import FIXTURES, TO_HUGGING_FACE
+from tests.support.models.golden_case import FIXTURES, TO_HUGGING_FACE, adapted_logits
 from tests.support.models.random_models import long_memory_model, random_model
 from tests.support.models.tiny_configs import EVERYTHING, FOR_ENGINES, SHARED, STEP
 from tests.support.selection import slow
@@ -57,21 +56,6 @@ def adapted(model, *adapters, count=None):
     return stacks
 
 
-def runner(model, stacks, tokens, entries):
-    """A function from the arrays of adapters to logits of rows of tokens, whose adapters have these entries."""
-    graph, state = nnx.split(model)
-
-    @jax.jit
-    def run(state, arrays, tokens, adapter):
-        layered = nnx.merge(graph, state)
-        stacks.attach(layered, arrays)
-        layout = dataclasses.replace(SequenceLayout.of(*tokens.shape), adapter=adapter)
-        hidden, _ = layered.run(tokens.reshape(-1), layout, None)
-        return layered.logits(hidden, adapter).reshape(*tokens.shape, -1)
-
-    return lambda arrays: np.asarray(run(state, arrays, tokens, np.repeat(entries, tokens.shape[1])))
-
-
 QUICK = ("joined",)
 
 
@@ -90,7 +74,7 @@ def test_each_token_has_the_result_of_its_own_adapter(name, count):
     stacks = adapted(model, first, second, count=count)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (4, 7))
     entries = np.array([1, 0, 2, 1])
-    found = runner(model, stacks, tokens, entries)(stacks.arrays)
+    found = adapted_logits(model, stacks, tokens, entries)(stacks.arrays)
     plain = nnx.jit(lambda model, tokens: model(tokens))
     each = [model, merged(model, first), merged(model, second)]
     expected = np.stack([plain(each[entry], tokens[i : i + 1])[0] for i, entry in enumerate(entries)])
@@ -108,7 +92,7 @@ def test_rows_have_the_embedding_and_the_head_of_their_adapter(tied):
     drawn = [rng.normal(size=values["embed.weight"].shape).astype(np.float32) for _ in range(3)]
     both, head = {"embed": drawn[0], "lm_head": drawn[1]}, {"lm_head": drawn[2]}
     stacks, tokens = Adapters(model, count=2, rank=1, tables=True), rng.integers(0, config.vocab_size, (4, 7))
-    run = runner(model, stacks, tokens, np.array([1, 0, 2, 1]))
+    run = adapted_logits(model, stacks, tokens, np.array([1, 0, 2, 1]))
     before = run(stacks.arrays)
     for entry, tables in ((1, both), (2, head)):
         stacks.put(entry, stacks.entry_of({}, tables=tables))

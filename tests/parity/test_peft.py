@@ -1,19 +1,15 @@
 """Adapters that PEFT has saved, against transformers with PEFT: of all linear layers, with magnitudes, with tables."""
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 from golden.recipes import RECIPES
 
 from checkpoints.adapters.adapter import read_adapter
 from mamba_jax.adapters import Adapters, adaptable_layers
 from mamba_jax.config import MLP, MOE
-from mamba_jax.layout import SequenceLayout
 from mamba_jax.model import parameters
-from tests.support.models.golden_case import FIXTURES, TO_HUGGING_FACE, Case
+from tests.support.models.golden_case import FIXTURES, TO_HUGGING_FACE, Case, adapted_logits
 
 NAMES = sorted(path.parents[1].name for path in FIXTURES.glob("*/adapter/logprobs.npz"))
 PROMPT = 4
@@ -48,16 +44,8 @@ def test_every_adapted_layer_says_what_peft_says(name, folder):
     stacks = Adapters(case.model, count=1, rank=4, magnitudes=folder == "dora", tables=folder == "saved")
     values = {path: leaf[...] for path, leaf in parameters(case.model).items()}
     stacks.put(1, stacks.entry_of(adapter.layers, adapter.magnitudes, adapter.tables), values)
-    graph, state = nnx.split(case.model)
-
-    @jax.jit
-    def run(state, arrays, tokens):
-        model = nnx.merge(graph, state)
-        stacks.attach(model, arrays)
-        layout = dataclasses.replace(SequenceLayout.of(1, len(tokens)), adapter=np.ones(len(tokens), np.int32))
-        return jax.nn.log_softmax(model.logits(model.run(tokens, layout, None)[0], layout.adapter))
-
-    found = np.asarray(run(state, stacks.arrays, case.prompts[PROMPT]))
+    run = adapted_logits(case.model, stacks, case.prompts[PROMPT][None], np.ones(1, np.int32))
+    found = np.asarray(jax.nn.log_softmax(run(stacks.arrays)[0]))
     with np.load(directory / "logprobs.npz") as golden:
         positions, ids, expected = golden["positions"], golden["ids"], golden["logprobs"]
     own = np.take_along_axis(found[positions], ids.astype(int), axis=1)

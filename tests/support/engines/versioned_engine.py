@@ -1,8 +1,6 @@
 """A tiny engine whose weights change, and a judge that knows every version of them."""
 
-import functools
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -10,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mamba_jax.config import HybridConfig
-from mamba_jax.model import HybridModel, parameters
+from mamba_jax.model import parameters
 from serving import SamplingParams
 from tests.support.engines.engines import finish
 from tests.support.engines.shared_engines import MAX_LEN, TILE, SharedEngines
 from tests.support.engines.step_programs import shared_programs
-from tests.support.stored_jit import StoredJit
+from tests.support.models.golden_case import whole_log_probs
 
 MODEL = "nemotronh"
 
@@ -32,12 +29,6 @@ class Explained:
     """Tokens that another version of the same output, or the one before, would explain as well."""
 
 
-@functools.cache
-def _score(config: HybridConfig) -> Callable[..., jax.Array]:
-    """Log-probabilities [length, vocab] of a row of tokens [1, length] by the parameters that are given."""
-    return StoredJit(lambda values, row: jax.nn.log_softmax(HybridModel.from_parameters(config, values)(row))[0])
-
-
 class VersionedEngine:
     """An engine with weights of its own; version n of the weights follows from n alone."""
 
@@ -49,7 +40,7 @@ class VersionedEngine:
             leaf.set_value(jnp.copy(leaf.get_value()))  # a clone's arrays are those of the model that others share
         self.config = shared.model.config
         self._first = {path: np.array(leaf.get_value()) for path, leaf in parameters(shared.model).items()}
-        self._score = _score(self.config)
+        self._score = whole_log_probs(self.config)
         own = shared_programs(shared.model, tile_size=TILE)
         self.engine = shared.engine("all", programs=own, state_block_size=16, max_num_batched_tokens=64, **flags)
 
@@ -114,7 +105,7 @@ class VersionedEngine:
                 for version in known:
                     if version not in cached:
                         cached[version] = jax.device_put(self.weights(version))
-                    known[version] = np.asarray(self._score(cached[version], row))[places, choice.token_ids]
+                    known[version] = np.asarray(self._score(cached[version], row))[0, places, choice.token_ids]
                 off = np.abs(
                     told - np.choose([sorted(known).index(v) for v in versions], [known[v] for v in sorted(known)])
                 )

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from checkpoints.adapters.adapter import Adapter
-from checkpoints.adapters.initial_state import InitialState, initial_state_shapes
+from checkpoints.adapters.initial_state import InitialState
 from mamba_jax.adapters import adaptable_layers
 from mamba_jax.model import HybridModel
 from serving.engine.requests.adapters import LoRARequest
+from tests.support.models.random_models import random_layers
 
 CONTENTS = ("lora", "lora", "lora", "state", "both", "state")
 """The kind of each content."""
@@ -53,12 +54,5 @@ def content(model: HybridModel, number: int) -> Adapter:
             a, b = rng.standard_normal((rank, inputs)), scale * rng.standard_normal((outputs, rank))
             layers[path] = (a.astype(np.float32), b.astype(np.float32))
     if kind != "lora":
-        shapes = initial_state_shapes(model.config)
-        state = InitialState(
-            {
-                index: {part: (_SCALE * rng.standard_normal(shape)).astype(np.float32) for part, shape in parts.items()}
-                for index, parts in shapes.items()
-            },
-            f"state {number}",
-        )
+        state = InitialState(random_layers(model.config, number, _SCALE), f"state {number}")
     return Adapter(layers, rank if layers else 0, f"content {number}", None, state)

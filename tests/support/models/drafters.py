@@ -243,17 +243,11 @@ class _DrafterTensors:
 
     def layer(self, name: str, inputs: int) -> dict[str, np.ndarray]:
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return {
-            f"{name}.self_attn.q_proj.weight": self.matrix(queries, inputs),
-            f"{name}.self_attn.k_proj.weight": self.matrix(keys, inputs),
-            f"{name}.self_attn.v_proj.weight": self.matrix(keys, inputs),
-            f"{name}.self_attn.o_proj.weight": self.matrix(self.size, queries),
-            f"{name}.mlp.gate_proj.weight": self.matrix(self.middle, self.size),
-            f"{name}.mlp.up_proj.weight": self.matrix(self.middle, self.size),
-            f"{name}.mlp.down_proj.weight": self.matrix(self.size, self.middle),
-            f"{name}.input_layernorm.weight": self.norm(),
-            f"{name}.post_attention_layernorm.weight": self.norm(),
-        }
+        shapes = {"self_attn.q": (queries, inputs), "self_attn.k": (keys, inputs), "self_attn.v": (keys, inputs)}
+        shapes |= {"self_attn.o": (self.size, queries), "mlp.gate": (self.middle, self.size)}
+        shapes |= {"mlp.up": (self.middle, self.size), "mlp.down": (self.size, self.middle)}
+        found = {f"{name}.{part}_proj.weight": self.matrix(*shape) for part, shape in shapes.items()}
+        return found | {f"{name}.{norm}_layernorm.weight": self.norm() for norm in ("input", "post_attention")}
 
 
 def write_eagle(folder: Path, target: HybridConfig, *, form: str = "eagle", seed: int = 0, head_dim: int = 6) -> Path:

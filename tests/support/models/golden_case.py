@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 from collections.abc import Iterable
@@ -12,8 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from checkpoints import load_model
+from mamba_jax.adapters import Adapters
 from mamba_jax.config import HybridConfig
 from mamba_jax.layout import SequenceLayout
 from mamba_jax.model import HybridModel, parameters
@@ -88,14 +91,15 @@ def full_log_probs(model: HybridModel, prompts: list[np.ndarray]) -> list[np.nda
 
 
 @functools.cache
-def _whole(config: HybridConfig) -> StoredJit:
+def whole_log_probs(config: HybridConfig) -> StoredJit:
+    """A function (parameters by path, tokens [rows, length], lengths) -> log-probabilities after each token."""
     return StoredJit(lambda values, *rows: jax.nn.log_softmax(HybridModel.from_parameters(config, values)(*rows)))
 
 
 def _log_probs(model: HybridModel, tokens: np.ndarray, lengths: np.ndarray) -> jax.Array:
     """By a program that is stored as those of steps are: only the first run on a machine traces it."""
     values = {path: leaf.get_value() for path, leaf in parameters(model).items()}
-    return _whole(model.config)(values, tokens, lengths)
+    return whole_log_probs(model.config)(values, tokens, lengths)
 
 
 def log_probs(model: HybridModel, tokens: list[int], longest: int = 256) -> np.ndarray:
@@ -117,6 +121,21 @@ def draft_log_probs(model: HybridModel, tokens: np.ndarray) -> np.ndarray:
         return jax.nn.log_softmax(model.draft_logits(out))[1:]
 
     return np.asarray(run(model, tokens))
+
+
+def adapted_logits(model: HybridModel, stacks: Adapters, tokens: np.ndarray, entries: np.ndarray) -> Any:
+    """A function from the arrays of adapters to logits of rows of tokens, whose adapters have these entries."""
+    graph, state = nnx.split(model)
+
+    @jax.jit
+    def run(state, arrays, tokens, adapter):
+        layered = nnx.merge(graph, state)
+        stacks.attach(layered, arrays)
+        layout = dataclasses.replace(SequenceLayout.of(*tokens.shape), adapter=adapter)
+        hidden, _ = layered.run(tokens.reshape(-1), layout, None)
+        return layered.logits(hidden, adapter).reshape(*tokens.shape, -1)
+
+    return lambda arrays: np.asarray(run(state, arrays, tokens, np.repeat(entries, tokens.shape[1])))
 
 
 def chosen_logprobs(choice: Any) -> list[float]:

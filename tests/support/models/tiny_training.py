@@ -9,6 +9,7 @@ from tests.support.models.tiny_configs import TRAINABLE
 
 CONFIG = config_from_hf(TRAINABLE)
 LENGTH, BATCH = 24, 8
+NO_DRAFTS = DraftSettings(depth_weights=())
 
 
 def settings(**changes):
