@@ -22,8 +22,7 @@ from kernels_pallas.recurrence import reference as recurrence_reference
 from kernels_pallas.selective_scan import reference as selective_reference
 from mamba_jax.kernel_check.calls import NAMES
 
-LINEAR_SHAPES = [shape.small() for shape in (*MAMBA2, *DELTA)]
-SHAPES = [*LINEAR_SHAPES, *(shape.small() for shape in model_shapes.SELECTIVE)]
+SHAPES = [shape.small() for shape in (*MAMBA2, *DELTA, *model_shapes.SELECTIVE)]
 MAMBA = next(shape for shape in SHAPES if shape.name == "9 heads, 3 groups")
 ERASING, BY_CHANNEL = (shape for shape in SHAPES if shape.name.startswith("6 heads, 3 groups"))
 # No model of the library has it: gated linear attention.
@@ -62,16 +61,14 @@ def program(form, implementation, shape, *, anew=False, **static):
     return compiled(operation, implementation=implementation, **recurrence_static, **static)
 
 
-def plain(form, shape, **options):
+def plain(form, shape, linear=recurrence, selective=selective_scan, **options):
     """The same as a function to be traced."""
-    operation, static = _found(form, shape, recurrence, selective_scan)
+    operation, static = _found(form, shape, linear, selective)
     return functools.partial(operation, **static, **options)
 
 
-def definition(form, shape):
-    """The definition of a form of the shape's recurrence."""
-    operation, static = _found(form, shape, recurrence_reference, selective_reference)
-    return functools.partial(operation, **static)
+definition = functools.partial(plain, linear=recurrence_reference, selective=selective_reference)
+"""The definition of a form of the shape's recurrence."""
 
 
 def fitting(implementation, shape):

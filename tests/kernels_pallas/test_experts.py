@@ -45,8 +45,12 @@ class Choose:
     implementation: str
     rules = (SOFTMAX, SHARES, SIGMOID)
 
-    def run(self, *args, own, rule):
-        return jitted(choose_experts, own=own, rule=rule, implementation=self.implementation)(*args)
+    def run(self, *args, **static):
+        return jitted(choose_experts, **static, implementation=self.implementation)(*args)
+
+    def check(self, scores, bias, valid, first=0, **static):
+        given = scores, bias, valid, np.int32(first)
+        assert_same_choice(self.run(*given, **static), choice_reference.choose_experts(*given, **static))
 
     @pytest.mark.parametrize(
         ("experts", "tokens"),
@@ -57,17 +61,15 @@ class Choose:
             draw = Draw(tokens * experts)
             scores, bias = scores_of(draw, tokens, experts)
             valid = draw.random.random(tokens) < 0.7
-            for given in (None, bias):
-                expected = choice_reference.choose_experts(scores, given, valid, np.int32(0), own=experts, rule=rule)
-                assert_same_choice(self.run(scores, given, valid, np.int32(0), own=experts, rule=rule), expected)
+            self.check(scores, None, valid, own=experts, rule=rule)
+            self.check(scores, bias, valid, own=experts, rule=rule)
 
     @pytest.mark.parametrize("first", [0, 4, 8])
     def test_experts_of_one_device(self, first):
         scores, bias = scores_of(Draw(first), 6, 12)
         valid = np.array([True, True, False, True, True, True])
         for rule in self.rules:
-            expected = choice_reference.choose_experts(scores, bias, valid, first, own=4, rule=rule)
-            assert_same_choice(self.run(scores, bias, valid, np.int32(first), own=4, rule=rule), expected)
+            self.check(scores, bias, valid, first, own=4, rule=rule)
 
     @pytest.mark.smoke
     def test_numbers_that_are_not_finite(self):

@@ -25,15 +25,7 @@ BF16, STEPS = jnp.bfloat16, 3
 SCANNED = [s.small() for s in GATED]
 # A few heads of each kind of grouping, with keys in one piece and in two.
 ERASING = [
-    dataclasses.replace(
-        s,
-        heads=2 * s.heads // s.groups,
-        groups=2,
-        head_dim=16,
-        state=24 if s.state % 64 else 16,
-        interval=8,
-        steps=STEPS,
-    )
+    dataclasses.replace(s, heads=2 * s.heads // s.groups, groups=2, head_dim=16, state=24 if s.state % 64 else 16)
     for s in DELTA[1:5]
 ]
 SHAPES = [dataclasses.replace(s, interval=8, steps=STEPS) for s in (*SCANNED, *ERASING)]

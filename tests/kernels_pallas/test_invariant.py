@@ -133,24 +133,19 @@ def test_functions_of_numbers_that_are_not_finite():
 def test_scores_of_a_few_experts_keep_their_bits(experts):
     """XLA computed the exponentials of 12 numbers, those of two tokens with 6 experts, by another function."""
     x, weight = normal(70, 72), jnp.asarray(normal(experts, 72, seed=1))
-    whole = run(lambda x: fixed_order.sigmoid(fixed_order.router_product(x, weight)), x)
+
+    def scores(x):
+        return fixed_order.sigmoid(fixed_order.router_product(x, weight))
+
+    whole = run(scores, x)
     for rows in (1, 2, 3, 4, 5, 8):
-        few = [x[first : first + rows] for first in range(0, 64, rows)]
-        with CHOICE.applied():
-            scores = jax.jit(
-                lambda x: fixed_order.sigmoid(fixed_order.router_product(x, weight)), compiler_options=OPTIONS
-            )
-            parts = np.concatenate([scores(part) for part in few])
+        parts = np.concatenate([run(scores, x[first : first + rows]) for first in range(0, 64, rows)])
         np.testing.assert_array_equal(parts, whole[: len(parts)])
 
 
 def rotated(x):
     rope = RopeConfig(theta=100.0, size=32)
     return rotate(x[:, :150].reshape(len(x), -1, 50), *rotations(x[:, 150].astype(jnp.int32), rope))
-
-
-def products_of_heads(x):
-    return fixed_order.product_by_head(x[:, :150].reshape(len(x), 3, 50), jnp.array(normal(3, 20, 50, seed=9)))
 
 
 @pytest.mark.parametrize(
@@ -163,7 +158,7 @@ def products_of_heads(x):
         lambda x: gated_rms_norm(x[:, :150], x[:, :150] + 1, jnp.arange(150) / 7, groups=2, eps=1e-5),
         lambda x: x + scaled(jax.nn.sigmoid(x), 0.22) + scaled(x, 0.7),
         fixed_order.softmax,
-        products_of_heads,
+        lambda x: fixed_order.product_by_head(x[:, :150].reshape(-1, 3, 50), jnp.array(normal(3, 20, 50, seed=9))),
         lambda x: fixed_order.router_product(x, jnp.array(normal(8, 151, seed=9))),
         lambda x: fixed_order.weighted_sum(x[:, :3], x[:, :150].reshape(len(x), 3, 50)),
         lambda x: fixed_order.quotient(x, fixed_order.row_sum(jnp.abs(x))),

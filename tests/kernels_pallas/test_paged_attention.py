@@ -236,15 +236,8 @@ class TestPages:
         kv = np.zeros((2000, PLAIN.page_size, 2 * PLAIN.kv_heads, PLAIN.head_dim), dtype)
         k = draw.normal(count, PLAIN.kv_heads, PLAIN.head_dim, dtype=dtype)
         some = draw.slots(9, count)
-
-        def write(kv, k, page, offset):
-            return write_kv(kv, k, k, page=page, offset=offset)
-
-        def copy(kv, source, target):
-            return copy_pages(kv, source=source, target=target)
-
-        assert_in_place(write, kv, k, some, some)
-        assert_in_place(copy, kv, some, some + 100)
+        assert_in_place(write_kv, kv, k, k, page=some, offset=some)
+        assert_in_place(copy_pages, kv, source=some, target=some + 100)
 
 
 class TestSequence:
@@ -301,7 +294,6 @@ def test_refuses_heads_that_do_not_fit():
     places = on_device({"positions": ints([[0]]), "page_table": ints([[1]]), "block_row": ints([0])})
     with pytest.raises(ValueError, match="5 heads do not divide into 2 groups"):
         paged_attention(q, kv, **places, scale=1.0)
-    with pytest.raises((ValueError, TypeCheckError), match="kv"):
-        write_kv(kv, jnp.ones((1, 1, 4)), None, page=places["block_row"], offset=places["block_row"])
-    with pytest.raises((ValueError, TypeCheckError), match="kv"):
-        write_kv(kv, jnp.ones((1, 3, 4)), jnp.ones((1, 3, 4)), page=places["block_row"], offset=places["block_row"])
+    for k, v in ((jnp.ones((1, 1, 4)), None), (jnp.ones((1, 3, 4)), jnp.ones((1, 3, 4)))):
+        with pytest.raises((ValueError, TypeCheckError), match="kv"):
+            write_kv(kv, k, v, page=places["block_row"], offset=places["block_row"])

@@ -11,7 +11,7 @@ import pytest
 from model_calls import BF16, F32, published, shape
 from operation_checks import Draw, assert_close, grouped_product, product
 from test_quantized_products import by_definition, quantized
-from topology import compile_for_gpu
+from topology import compile_for_gpu, described_device
 
 from kernels_pallas.dispatch import KernelChoice
 from kernels_pallas.grouped_matmul import grouped_matmul, quantized_gpu
@@ -175,8 +175,6 @@ def test_dense_weights(form, outputs, inputs, rows, monkeypatch, capfd):
 
 @pytest.mark.gpu_compile
 def test_is_chosen_for_hopper():
-    from topology import described_device
-
     choice = KernelChoice(platform="gpu", device=described_device("h200"))
     weight = published("int8", *NANO)
     with choice.applied():

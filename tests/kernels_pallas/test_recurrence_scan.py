@@ -123,17 +123,13 @@ def check_cut(implementation, shape, dtype):
         y_one, split = scan(shared.part(tokens, [tile]), split, tiles_of([1], [read], [3]), **options)
         parts.append(y_one)
         read = 3
-    near = {"dtype": dtype, "tolerance": 1e-6 if dtype == np.float32 else None}
-    if shared.kind(shape) == "selective" and implementation == shared.KERNELS[1]:
-        # The interpreter compiles a program for each grid, and XLA:CPU may fuse one's multiplications with additions.
-        assert_close(split[3], after[3], **near)
-    else:
-        assert_same_bits(split[3], after[3])
-    if (implementation, shared.kind(shape)) == (shared.KERNELS[1], "selective"):
-        # There XLA:CPU contracts a token's product with itself where the loop has one tile.
-        assert_close(np.concatenate(parts), y, **near)
-    else:
-        assert_same_bits(np.concatenate(parts), y)
+    for one, other in ((split[3], after[3]), (np.concatenate(parts), y)):
+        if (implementation, shared.kind(shape)) == (shared.KERNELS[1], "selective"):
+            # The interpreter compiles a program for each grid. XLA:CPU may fuse one's multiplications with additions,
+            # and contracts a token's product with itself where the loop has one tile.
+            assert_close(one, other, dtype, 1e-6 if dtype == np.float32 else None)
+        else:
+            assert_same_bits(one, other)
 
 
 @pytest.mark.parametrize("erase", [False, True])
