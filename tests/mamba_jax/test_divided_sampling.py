@@ -138,8 +138,7 @@ WIDE = 8 * 300  # each of eight devices has more than one block of those that ar
 
 
 def found(logits, shards):
-    mesh = make_mesh(shards) if shards > 1 else None
-    with use_mesh(mesh):
+    with use_mesh(make_mesh(shards) if shards > 1 else None):
         index, finite = jax.jit(lambda logits: largest(split_last(logits)))(jnp.asarray(logits, jnp.float32))
     assert index.dtype == jnp.int32
     return np.asarray(index), np.asarray(finite)
@@ -181,8 +180,7 @@ def test_finds_what_numpy_finds(shards):
 
 
 def test_devices_exchange_only_what_they_have_found():
-    mesh = make_mesh(4)
-    with use_mesh(mesh):
+    with use_mesh(make_mesh(4)):
         run = jax.jit(lambda logits: largest(split_last(logits)))
         text = run.lower(jax.ShapeDtypeStruct((16, WIDE), jnp.float32)).compile().as_text()
     exchanged = [line for line in text.splitlines() if " all-gather(" in line or " all-reduce(" in line]
@@ -193,26 +191,17 @@ def test_devices_exchange_only_what_they_have_found():
 ODD, SEATS = 70, 4
 
 
-def words_of(allowed: np.ndarray) -> np.ndarray:
-    """[..., vocab] bool as words."""
-    padded = np.zeros((*allowed.shape[:-1], mask_words(ODD) * 32), bool)
-    padded[..., :ODD] = allowed
-    return np.packbits(padded, axis=-1, bitorder="little").view(np.uint32)
-
-
-@pytest.fixture
-def rng():
-    return np.random.default_rng(3)
-
-
 def written(allowed: np.ndarray, seats):
-    batch = MaskBatch.empty(rows=4, heads=HEADS, vocab_size=ODD)
-    for i, seat in enumerate(seats):
-        batch.row_id[i], batch.bits[i] = seat, words_of(allowed[i])
+    """Masks of these seats; `allowed` [seats, heads, vocab] as words."""
+    batch, count = MaskBatch.empty(rows=4, heads=HEADS, vocab_size=ODD), len(seats)
+    padded = np.pad(allowed, ((0, 0), (0, 0), (0, mask_words(ODD) * 32 - ODD)))
+    batch.row_id[:count] = seats
+    batch.bits[:count] = np.packbits(padded, axis=-1, bitorder="little").view(np.uint32)
     return write_masks(init_masks(SEATS + 1, HEADS, ODD), batch)
 
 
-def test_only_masked_seats_change(rng):
+def test_only_masked_seats_change():
+    rng = np.random.default_rng(3)
     allowed = rng.random((2, HEADS, ODD)) < 0.3
     masks = written(allowed, [3, 1])
     assert masks.on.tolist() == [False, True, False, True, False]
@@ -227,14 +216,13 @@ def test_only_masked_seats_change(rng):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_what_is_not_allowed_is_never_chosen(rng, temperature):
+def test_what_is_not_allowed_is_never_chosen(temperature):
     """Drafts that are not allowed are rejected, even where the model wants them most."""
     allowed = np.zeros((1, HEADS, ODD), bool)
     allowed[0, :, 40:50] = True
-    logits = rng.normal(size=(1, HEADS, ODD)).astype(np.float32)
+    logits = np.random.default_rng(3).normal(size=(1, HEADS, ODD)).astype(np.float32)
     logits[0, 0, 45] = logits[0, 1, 5] = 50.0
-    table = init_sampling_table(SEATS + 1)
-    table = type(table)(**(vars(table) | {"temperature": jnp.full(SEATS + 1, temperature)}))
+    table = dataclasses.replace(init_sampling_table(SEATS + 1), temperature=jnp.full(SEATS + 1, temperature))
     drafts, seat = jnp.array([[45, 5]]), jnp.array([2])
     asked = asked_of(table, logits.shape, drafts=drafts, row_id=seat, masks=written(allowed, [2]))
     emission = choose(jnp.asarray(logits), asked)

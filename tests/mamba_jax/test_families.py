@@ -5,7 +5,6 @@ import json
 import math
 import re
 from operator import attrgetter
-from pathlib import Path
 
 import pytest
 from safetensors import safe_open
@@ -15,18 +14,17 @@ from mamba_jax.config import ModelConfigError, RopeConfig
 from mamba_jax.families.base import HFSource
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.sharding.parameters import placements
+from tests.support.models.golden_case import FIXTURES, NAMES
 
-GOLDEN = Path(__file__).resolve().parent.parent / "golden"
-FIXTURES = sorted(path.parent.name for path in GOLDEN.glob("*/model.safetensors"))
-EOS = json.loads((GOLDEN / "eos.json").read_text())
+EOS = json.loads((FIXTURES / "eos.json").read_text())
 """The end-of-sequence tokens of a config.json without them, by model type."""
 TYPES = [one for family in families.FAMILIES for one in family.model_types]
 
 
 def read(name):
     """A fixture's config, and its tensors' shapes."""
-    raw = json.loads((GOLDEN / name / "config.json").read_text())
-    with safe_open(GOLDEN / name / "model.safetensors", "np") as file:
+    raw = json.loads((FIXTURES / name / "config.json").read_text())
+    with safe_open(FIXTURES / name / "model.safetensors", "np") as file:
         stored = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
     return families.as_stored(families.config_from_hf(raw), stored), stored
 
@@ -39,7 +37,7 @@ def pieces(source, shape):
     return [(name, (begin + start, begin + end)) for name in source.names for begin in begins]
 
 
-@pytest.mark.parametrize("name", FIXTURES)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_weight_of_a_checkpoint_is_used_once_and_every_parameter_filled(name):
     config, stored = read(name)
     params = parameters(HybridModel.abstract(config))
@@ -65,7 +63,7 @@ def test_every_weight_of_a_checkpoint_is_used_once_and_every_parameter_filled(na
             assert any(re.fullmatch(pattern, key) for pattern in ignored), f"{key} is not used"
 
 
-@pytest.mark.parametrize("name", FIXTURES)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_prefix_of_a_family_is_found(name):
     config, stored = read(name)
     sources = families.weight_names(config)

@@ -62,15 +62,10 @@ def test_a_divided_head_is_not_gathered_and_has_the_bits_of_a_whole_one(members,
     def logits(rows, head):
         return split_last(linear(rows, head, out_dtype=jnp.float32))
 
-    (_, whole), (text, divided) = (
-        compiled(
-            choice,
-            functools.partial(logits),
-            make_mesh(count // members, members=members if count > 1 else 1),
-            (rows, P()),
-            (head, spec),
-        )
-        for count, spec in ((members, P()), (8, P(TENSOR)))
-    )
+    def over(devices, spec):
+        mesh = make_mesh(devices // members, members=members)
+        return compiled(choice, functools.partial(logits), mesh, (rows, P()), (head, spec))
+
+    (_, whole), (text, divided) = over(members, P()), over(8, P(TENSOR))
     np.testing.assert_array_equal(np.asarray(divided), np.asarray(whole))
     assert " all-gather" not in text

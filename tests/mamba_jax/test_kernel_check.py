@@ -12,6 +12,7 @@ from kernels_pallas.dispatch import Implementation
 from mamba_jax.kernel_check.calls import NAMES, Sizes, calls_of, with_kernels
 from mamba_jax.kernel_check.compare import compiled_comparison, compiled_timings
 from mamba_jax.kernel_check.compiling import Compiler
+from mamba_jax.kernel_check.values import Values
 from mamba_jax.modules.quantized import quantized_weights
 from tests.support.selection import slow
 
@@ -139,14 +140,6 @@ SMALL = {
 }
 
 
-def interpreted(model, dtype, quantization, **types):
-    """A small model's calls, each with an interpreted kernel."""
-    checkpoint = Checkpoint(model, dtype=dtype, quantization=quantization, hf_overrides=SMALL[model])
-    weights, sizes = quantized_weights(checkpoint.shapes()), dataclasses.replace(SIZES, **types)
-    calls = calls_of(checkpoint.config, "gpu", sizes, dtype=dtype, weights=weights)
-    return with_kernels(calls, "cpu", interpreted=True)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "dtype", "quantization", "types"),
@@ -159,7 +152,10 @@ def interpreted(model, dtype, quantization, **types):
 def test_sound_kernels_raise_no_alarm(model, dtype, quantization, types, pytestconfig):
     """Interpreted ones, with the floats of a few seeds, and of 200 with --slow."""
     seeds = range(200 if pytestconfig.option.slow else 5)
-    for call, kernel in interpreted(model, dtype, quantization, **types):
+    checkpoint = Checkpoint(model, dtype=dtype, quantization=quantization, hf_overrides=SMALL[model])
+    weights, sizes = quantized_weights(checkpoint.shapes()), dataclasses.replace(SIZES, **types)
+    calls = calls_of(checkpoint.config, "gpu", sizes, dtype=dtype, weights=weights)
+    for call, kernel in with_kernels(calls, "cpu", interpreted=True):
         compare = compiled_comparison(call, kernel, Compiler())
         wrong = {seed: why for seed in seeds if (why := compare(seed).wrong)}
         assert not wrong, (call.label, kernel, wrong)
@@ -189,8 +185,6 @@ QUANTIZED = ("quantized_linear", "quantized_grouped_matmul")
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_every_kernel_of_a_model_can_be_compared(model, platform):
     """Each call has numbers: their shapes are those of the call."""
-    from mamba_jax.kernel_check.values import Values
-
     cases = with_kernels(calls_of(load_config(model), platform, SIZES), platform)
     assert {"decode", "prefill"} <= {call.phase.split()[0] for call, _ in cases}
     for call, _ in cases:

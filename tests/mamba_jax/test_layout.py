@@ -156,27 +156,31 @@ def test_members_attend_to_their_own_pages():
         np.testing.assert_array_equal(pages, want_pages)
 
 
-def _another_members_page(whole, self, pages, size):
+def _another_members_page(self, pages, size, whole=Member.own_pages):
     return whole(Member((self.index + 1) % self.count, self.count, self.axis), pages, size)
 
 
-def _a_wrong_stripe(whole, self, q, kv, *, page_table, **places):
-    return whole(Member(self.index * 0, self.count, self.axis), q, kv, page_table=page_table, **places)
+def _a_wrong_stripe(self, *args, whole=Member.attention, **places):
+    return whole(Member(self.index * 0, self.count, self.axis), *args, **places)
+
+
+def _the_weight_of_another_part(out, x, merge=member_module.merge_attention_parts):
+    return merge(out, jnp.roll(x, 1, axis=0))
+
+
+EACH_ITS_OWN = SimpleNamespace(all_gather=lambda each, axis: jnp.stack([each] * MEMBERS))
 
 
 @pytest.mark.parametrize(
-    ("name", "fault"),
-    [("own_pages", _another_members_page), ("attention", _a_wrong_stripe), ("merge", None), ("exchange", None)],
+    ("place", "name", "fault"),
+    [
+        (Member, "own_pages", _another_members_page),
+        (Member, "attention", _a_wrong_stripe),
+        (member_module, "merge_attention_parts", _the_weight_of_another_part),
+        (member_module, "lax", EACH_ITS_OWN),
+    ],
 )
-def test_planted_faults_of_members_are_seen(name, fault, monkeypatch):
-    if name == "merge":  # the weight of another part
-        merge = member_module.merge_attention_parts
-        monkeypatch.setattr(member_module, "merge_attention_parts", lambda out, x: merge(out, jnp.roll(x, 1, axis=0)))
-    elif name == "exchange":  # each member merges what it found itself
-        own = SimpleNamespace(all_gather=lambda each, axis: jnp.stack([each] * MEMBERS))
-        monkeypatch.setattr(member_module, "lax", own)
-    else:
-        whole = getattr(Member, name)
-        monkeypatch.setattr(Member, name, lambda self, *args, **named: fault(whole, self, *args, **named))
+def test_planted_faults_of_members_are_seen(place, name, fault, monkeypatch):
+    monkeypatch.setattr(place, name, fault)
     (out, _), (want, _) = on_members([29, 0, 13], [2, 1, 0])
     assert not np.allclose(out, want, atol=1e-3)

@@ -14,12 +14,12 @@ from mamba_jax.config import ModelConfigError, RopeConfig, need
 from mamba_jax.layout import SequenceLayout
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.store import StoreShape
-from mamba_jax.train.config import DraftSettings
 from mamba_jax.train.loss import training_loss
 from mamba_jax.train.score import sequence_logprobs
 from tests.support.engines.engines import QUICK_COMPILE
 from tests.support.models.random_models import random_model
 from tests.support.models.tiny_configs import EVERYTHING, SHARED, VOCAB
+from tests.support.models.tiny_training import NO_DRAFTS
 
 CONFIGS = pytest.mark.parametrize("config", [EVERYTHING, SHARED], ids=["everything", "shared"])
 LENGTH = 19
@@ -245,10 +245,9 @@ def test_sequences_may_be_empty(shape):
         assert model.hidden(tokens).shape == (*shape, EVERYTHING.hidden_size)
         assert model.run(tokens.reshape(-1), SequenceLayout.of(*shape), None)[0].shape == (0, EVERYTHING.step_size)
     assert mamba_jax.score(model, tokens).shape == (shape[0], max(shape[1] - 1, 0))
-    no_drafts = DraftSettings(depth_weights=())
     values = {path: leaf[...] for path, leaf in parameters(model).items()}
     if shape[0] and shape[1] == 1:  # nothing to predict
-        loss, _ = training_loss(values, jnp.asarray(tokens), config=EVERYTHING, drafts=no_drafts, dtype=jnp.float32)
+        loss, _ = training_loss(values, jnp.asarray(tokens), config=EVERYTHING, drafts=NO_DRAFTS, dtype=jnp.float32)
         assert loss == 0
 
 

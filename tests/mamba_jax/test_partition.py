@@ -140,28 +140,21 @@ def test_heads_that_divide_are_not_padded():
 
 
 @pytest.mark.parametrize(
-    ("changes", "shards", "message"),
+    ("attention", "channels", "message"),
     [
-        (
-            {"mlp": MLPConfig(intermediate_size=8, activation="silu", gated=True), "attention": {"num_heads": 4}},
-            8,
-            r"does not divide this model's 4 attention heads; padding them to 8 would add \d\d% to the weights "
-            r"\(at most 25% is allowed\)",
-        ),
-        (
-            {"attention": {"qk_norm": QKNormConfig(1e-5, all_heads=True)}},
-            8,
-            "20 attention heads, which cannot be padded: a norm takes the mean over all of them",
-        ),
-        ({"attention": {"num_heads": 6, "num_kv_heads": 3}}, 8, "does not divide this model's 6 attention heads"),
-        ({"mlp": MLPConfig(intermediate_size=36, activation="silu", gated=True)}, 8, "36 MLP channels"),
+        ({"num_heads": 4}, 8, r"does not divide this model's 4 attention heads; padding them to 8 would add \d\d% to "
+         r"the weights \(at most 25% is allowed\)"),
+        ({"qk_norm": QKNormConfig(1e-5, all_heads=True)}, 256,
+         "20 attention heads, which cannot be padded: a norm takes the mean over all of them"),
+        ({"num_heads": 6, "num_kv_heads": 3}, 256, "does not divide this model's 6 attention heads"),
+        ({}, 36, "36 MLP channels"),
     ],
-)
-def test_a_model_that_padding_cannot_divide_is_refused(changes, shards, message):
-    attention = dataclasses.replace(ATTENTION, **changes.get("attention", {}))
-    config = dataclasses.replace(CONFIG, **(changes | {"attention": attention}))
+)  # fmt: skip
+def test_a_model_that_padding_cannot_divide_is_refused(attention, channels, message):
+    attention, mlp = dataclasses.replace(ATTENTION, **attention), MLPConfig(channels, activation="silu", gated=True)
+    config = dataclasses.replace(CONFIG, attention=attention, mlp=mlp)
     with pytest.raises(ModelConfigError, match=message):
-        Partition.of(HeadPadding.of(config, shards).padded, shards)
+        Partition.of(HeadPadding.of(config, 8).padded, 8)
 
 
 def test_groups_of_a_quantized_weight_larger_than_a_head_are_refused():

@@ -99,9 +99,7 @@ def filled(batch):
     """The same batch, in the same memory, with other values."""
     rng = np.random.default_rng(0)
     for leaf in jax.tree.leaves(batch):
-        leaf[...] = (
-            rng.integers(0, 2, leaf.shape) if leaf.dtype == bool else rng.integers(-(1 << 31), 1 << 31, leaf.shape)
-        )
+        leaf[...] = rng.integers(*((0, 2) if leaf.dtype == bool else (-(1 << 31), 1 << 31)), leaf.shape)
     return batch
 
 

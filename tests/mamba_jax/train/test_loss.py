@@ -19,7 +19,7 @@ from mamba_jax.train.head_loss import distillation, mean_cross_entropy
 from mamba_jax.train.loop import initial_values
 from mamba_jax.train.loss import build, rollout, training_loss
 from tests.support.models.tiny_configs import EVERYTHING, MOE
-from tests.support.models.tiny_training import CONFIG, batches
+from tests.support.models.tiny_training import CONFIG, NO_DRAFTS, batches
 
 VALUES = initial_values(CONFIG, 1)
 # Larger than a fresh model's, so that nothing is lost in rounding.
@@ -98,10 +98,8 @@ def test_the_head_in_pieces(batch, length):
     def whole(hidden, weight):
         return optax.softmax_cross_entropy_with_integer_labels(0.7 * hidden @ weight.T, targets).mean()
 
-    def in_pieces(hidden, weight):
-        return mean_cross_entropy(hidden, weight, targets, 0.7)
-
-    expected, got = (jax.jit(jax.value_and_grad(form, (0, 1)))(hidden, weight) for form in (whole, in_pieces))
+    forms = whole, lambda hidden, weight: mean_cross_entropy(hidden, weight, targets, 0.7)
+    expected, got = (jax.jit(jax.value_and_grad(form, (0, 1)))(hidden, weight) for form in forms)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
@@ -134,10 +132,10 @@ def test_drafts_in_pieces():
 
 @pytest.mark.full
 def test_rematerialized_sublayers_keep_less_and_give_the_same_gradient():
-    tokens, no_drafts = jnp.tile(TOKENS, (2, 12)), DraftSettings(depth_weights=())
+    tokens = jnp.tile(TOKENS, (2, 12))
 
     def loss(values, rematerialize):
-        how = {"config": CONFIG, "drafts": no_drafts, "dtype": jnp.float32}
+        how = {"config": CONFIG, "drafts": NO_DRAFTS, "dtype": jnp.float32}
         return training_loss(values, tokens, **how, rematerialize=rematerialize)[0]
 
     def kept(rematerialize):
@@ -205,7 +203,7 @@ def test_the_gradient_of_a_run_contains_it():
     tokens = jax.random.randint(jax.random.key(2), (2, 9), 0, EVERYTHING.vocab_size)
 
     def loss(values, balance):
-        how = {"config": EVERYTHING, "drafts": DraftSettings(depth_weights=()), "dtype": jnp.float32}
+        how = {"config": EVERYTHING, "drafts": NO_DRAFTS, "dtype": jnp.float32}
         return training_loss(values, tokens, **how, balance_experts=balance)[0]
 
     without, slightly, fully = (

@@ -14,9 +14,9 @@ from mamba_jax.train.data import Batches, DocumentBounds, TokenStream
 from mamba_jax.train.loop import initial_values, read_log, train
 from mamba_jax.train.loss import training_loss, validation_sequences
 from tests.support.models.tiny_configs import FOR_ENGINES
-from tests.support.models.tiny_training import BATCH, CONFIG, LENGTH, settings
+from tests.support.models.tiny_training import BATCH, CONFIG, LENGTH, NO_DRAFTS, settings
 
-NO_DRAFTS, SIMPLE = DraftSettings(depth_weights=()), OptimizerSettings(warmup_steps=0)
+SIMPLE = OptimizerSettings(warmup_steps=0)
 LENGTHS = (8, 16, 8, 16, 8, 8, 1, 16)
 STREAM = TokenStream.of([np.random.default_rng(i).integers(0, 40, length) for i, length in enumerate(LENGTHS)])
 
@@ -70,16 +70,12 @@ def test_bounds_of_documents():
     assert DocumentBounds.of(np.array([[[1, 2, ~3]]], np.int32)) == DocumentBounds(1, 2)
 
 
-def documents_of_many_lengths():
-    documents = [np.random.default_rng(i).integers(0, 40) + np.arange(3 + i % 9) for i in range(200)]
-    stream = TokenStream.of([document % 40 for document in documents])
-    return stream, Batches({"a": stream}, {"a": 1}, batch_size=BATCH, length=LENGTH + 1, seed=0, separate=True)
-
-
 @pytest.mark.full
 def test_parts_of_a_batch_have_the_mean_and_the_gradient_of_the_whole(tmp_path):
     """Parts have different numbers of targets. On one device and on several."""
-    data, runs = documents_of_many_lengths()[1], []
+    documents = [np.random.default_rng(i).integers(0, 40) + np.arange(3 + i % 9) for i in range(200)]
+    stream, runs = TokenStream.of([document % 40 for document in documents]), []
+    data = Batches({"a": stream}, {"a": 1}, batch_size=BATCH, length=LENGTH + 1, seed=0, separate=True)
     targets = (data[0][:, 1:] >= 0).reshape(4, -1).sum(axis=1)
     assert len(set(targets.tolist())) > 1
     for name, accumulate, devices in (("one", 1, 1), ("parts", 4, 1), ("divided", 1, 4)):

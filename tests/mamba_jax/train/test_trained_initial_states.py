@@ -19,36 +19,25 @@ from tests.support.models.tiny_configs import FOR_ENGINES
 FAMILIES = ["joined", *(pytest.param(name, marks=pytest.mark.full) for name in ("kimi", "lightning", "selective"))]
 
 
-def random_states(config):
-    rng = np.random.default_rng(0)
-    return {
-        path: jnp.asarray(rng.normal(size=value.shape), jnp.float32)
-        for path, value in new_initial_states(config, windows=True).items()
-    }
-
-
-def written(values, config, path):
-    """The slot's arrays, by layer, of the file that the values are written to."""
-    states = jax.tree.map(np.asarray, initial_states(values))
-    write_initial_state(path, {index: parts_of(config, index, arrays) for index, arrays in states.items()}, config)
-    return read_initial_state(path, config).slot_arrays(config)
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_training_starts_from_the_state_that_a_prefill_reads(name, tmp_path):
     # Without attention, a prefill that reads a slot does not depend on positions.
     config = FOR_ENGINES[name]
     config = dataclasses.replace(config, pattern=re.sub("[*L]", "", config.pattern.replace("P", "M")), mtp_pattern="")
-    model, values = random_model(config), random_states(config)
+    model, rng = random_model(config), np.random.default_rng(0)
+    fresh = new_initial_states(config, windows=True)
+    values = jax.tree.map(lambda value: jnp.asarray(rng.normal(size=value.shape), jnp.float32), fresh)
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, config.vocab_size, 2 * 7))
     plain = SequenceLayout.of(2, 7)
     starts = jnp.arange(14) % 7 == 0
     documents = PackedLayout.of_documents(starts, documents=2, longest=8)
 
+    states = jax.tree.map(np.asarray, initial_states(values))
+    write_initial_state(tmp_path, {index: parts_of(config, index, arrays) for index, arrays in states.items()}, config)
     store = init_store(config, num_slots=2, num_pages=1, page_size=8, dtype=jnp.float32)
     slots = tuple(
         {name: array.at[1, ..., : own[name].shape[-1]].set(own[name]) for name, array in layer.items()}
-        for layer, own in zip(store.slots, written(values, config, tmp_path), strict=True)
+        for layer, own in zip(store.slots, read_initial_state(tmp_path, config).slot_arrays(config), strict=True)
     )
     rows = jnp.ones(2, jnp.int32)
     prefill = PrefillLayout.of(
