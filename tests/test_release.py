@@ -85,15 +85,23 @@ def test_the_containers_python_is_supported():
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_workflows_have_jobs_with_few_permissions_and_time_limits(path):
+def test_workflows_have_few_permissions_time_limits_and_references_that_exist(path):
+    """References to files, jobs and extras."""
     workflow = yaml.safe_load(path.read_text())
     assert workflow[True]  # `on`, which YAML 1.1 reads as true
     assert workflow["permissions"] == {"contents": "read"}
     for name, job in workflow["jobs"].items():
         assert "timeout-minutes" in job, f"{name} has no time limit"
+        needs = job.get("needs", [])
+        assert {needs} <= set(workflow["jobs"]) if isinstance(needs, str) else set(needs) <= set(workflow["jobs"])
         for step in job["steps"]:
             assert ("uses" in step) != ("run" in step)
             assert "@" in step.get("uses", "@"), f"{name} uses an action without a version"
+            command = step.get("run", "")
+            for file in re.findall(r"bootstrap\.py|\.ci/run|\b\w+\.(?:toml|cff|md)\b", command):
+                assert (ROOT / file).is_file(), f"{path.name} refers to {file}"
+            for extra in re.findall(r'"\.\[(.+?)\]"', command):
+                assert set(extra.split(",")) <= set(PROJECT["optional-dependencies"])
 
 
 def test_workflows_test_all_supported_pythons():
@@ -109,17 +117,3 @@ def test_a_release_contains_the_pure_wheel_and_the_source_distribution():
     pure = jobs["pure"]
     assert pure["env"]["MAMBA_JAX_NO_NATIVE"] == "1"
     assert any("*-py3-none-any.whl && cd / && mamba-jax generate" in step.get("run", "") for step in pure["steps"])
-
-
-@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_workflows_refer_to_files_jobs_and_extras_that_exist(path):
-    jobs = yaml.safe_load(path.read_text())["jobs"]
-    for job in jobs.values():
-        needs = job.get("needs", [])
-        assert {needs} <= set(jobs) if isinstance(needs, str) else set(needs) <= set(jobs)
-        for step in job["steps"]:
-            command = step.get("run", "")
-            for name in re.findall(r"bootstrap\.py|\.ci/run|\b\w+\.(?:toml|cff|md)\b", command):
-                assert (ROOT / name).is_file(), f"{path.name} refers to {name}"
-            for extra in re.findall(r'"\.\[(.+?)\]"', command):
-                assert set(extra.split(",")) <= set(PROJECT["optional-dependencies"])

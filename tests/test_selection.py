@@ -102,38 +102,28 @@ def test_a_file_on_the_command_line_runs_as_with_full(selected):
     assert "test_thorough" not in selected("test_kernel.py", ".")
 
 
-def test_a_keyword_spares_the_import_of_files_that_cannot_match(pytestconfig, monkeypatch):
-    tests = selection.TESTS
-    for keyword, file, expected in [
-        ("test_eviction", "serving/core/test_eviction.py", None),
-        ("test_eviction", "serving/core/test_limits.py", True),
-        ("Eviction", "serving/core/conftest.py", None),
+def test_files_without_a_selected_test_are_not_imported(pytestconfig, monkeypatch):
+    for options, file, expected in [
+        ({"keyword": "test_eviction"}, "serving/core/test_eviction.py", None),
+        ({"keyword": "test_eviction"}, "serving/core/test_limits.py", True),
+        ({"keyword": "Eviction"}, "serving/core/conftest.py", None),
         # An inherited test.
-        ("test_equal_keys", "kernels_pallas/test_recurrence_scan.py", None),
-        ("test_equal_keys", "kernels_pallas/test_recurrence_update.py", True),
+        ({"keyword": "test_equal_keys"}, "kernels_pallas/test_recurrence_scan.py", None),
+        ({"keyword": "test_equal_keys"}, "kernels_pallas/test_recurrence_update.py", True),
         # Not in any name: perhaps the value of a parameter.
-        ("bfloat16states", "serving/core/test_hits.py", None),
-        ("test_eviction or test_hits", "serving/core/test_limits.py", None),
-        ("", "serving/core/test_hits.py", None),
+        ({"keyword": "bfloat16states"}, "serving/core/test_hits.py", None),
+        ({"keyword": "test_eviction or test_hits"}, "serving/core/test_limits.py", None),
+        ({}, "serving/core/test_hits.py", None),
+        # Marked `full`; and marked so, with tests marked `smoke`.
+        ({}, "serving/capacity/test_compiled_replay.py", True),
+        ({"full": True}, "serving/capacity/test_compiled_replay.py", None),
+        ({}, "kernels_pallas/test_recurrence_replay.py", None),
+        ({"full": True, "markexpr": "(full or smoke) and not fuzz"}, "kernels_pallas/test_recurrence_replay.py", None),
+        ({"full": True, "markexpr": "(full or smoke) and not tier_1 and not fuzz"}, "serving/core/test_hits.py", True),
+        ({"full": True, "markexpr": "fuzz"}, "kernels_pallas/test_recurrence_replay.py", True),
+        ({"full": True, "markexpr": "fuzz"}, "serving/core/test_fuzz.py", None),
+        ({"full": True, "markexpr": "full or gpu"}, "serving/core/test_hits.py", None),
     ]:
-        monkeypatch.setattr(pytestconfig.option, "keyword", keyword)
-        assert selection.ignored(tests / file, pytestconfig) is expected, (keyword, file)
-
-
-def test_a_file_of_the_full_tier_is_imported_only_with_it(pytestconfig, monkeypatch):
-    monkeypatch.setattr(pytestconfig.option, "keyword", "")
-    for full, marks, file, expected in [
-        (False, "", "serving/capacity/test_compiled_replay.py", True),
-        (True, "", "serving/capacity/test_compiled_replay.py", None),
-        # Marked `full`, with tests marked `smoke`.
-        (False, "", "kernels_pallas/test_recurrence_replay.py", None),
-        (True, "(full or smoke) and not fuzz", "kernels_pallas/test_recurrence_replay.py", None),
-        (True, "(full or smoke) and not tier_1 and not fuzz", "serving/core/test_hits.py", True),
-        (True, "fuzz", "kernels_pallas/test_recurrence_replay.py", True),
-        (True, "fuzz", "serving/core/test_fuzz.py", None),
-        (True, "full or gpu", "serving/core/test_hits.py", None),
-    ]:
-        monkeypatch.setattr(pytestconfig.option, "full", full)
-        monkeypatch.setattr(pytestconfig.option, "markexpr", marks)
-        monkeypatch.setattr(pytestconfig.option, "slow", False)
-        assert selection.ignored(selection.TESTS / file, pytestconfig) is expected, (full, file)
+        for name, value in ({"keyword": "", "full": False, "markexpr": "", "slow": False} | options).items():
+            monkeypatch.setattr(pytestconfig.option, name, value)
+        assert selection.ignored(selection.TESTS / file, pytestconfig) is expected, (options, file)

@@ -19,6 +19,8 @@ from tests.support.engines.step_programs import few_programs, own_programs
 from tests.support.models.divisible_checkpoints import GOLDEN
 from tests.support.models.tiny_configs import TRAINABLE
 
+SMALL = Workload(prompt=90, answer=40, neighbors=(2,), chunks=(16,))
+FLAGS = {"tile_size": 16, "state_block_size": 32, "num_slots": 40, "dtype": "float32"}
 LOGPROBS = [float(np.float32(value)) for value in (-0.1, -0.7, -1.3, -2.9)]
 
 
@@ -87,9 +89,7 @@ def quick_compilation():
 @pytest.mark.full
 @pytest.mark.usefixtures("quick_compilation")
 def test_each_schedule_is_what_its_name_says(model):
-    workload = Workload(prompt=90, answer=40, neighbors=(2,), chunks=(16,))
-    flags = {"tile_size": 16, "state_block_size": 32, "num_slots": 40, "dtype": "float32"}
-    lines = list(compare_schedules(model, workload, flags=flags))
+    lines = list(compare_schedules(model, SMALL, flags=FLAGS))
     notes = {line.name: line.note for line in lines}
     assert list(notes) == [
         "alone", "alone, again cold", "half the prompt cached", "whole prompt cached", "2 neighbors",
@@ -124,9 +124,8 @@ def test_one_request_at_a_time_without_reuse_keeps_bits(model):
         assert [output.outputs[0].logprobs for output in outputs] == [expected[n] for n in order]
 
 
+INVARIANT = FLAGS | {"schedule_invariant": True}
 needs_native = pytest.mark.skipif(native.WHY_MISSING is not None, reason=f"native operations: {native.WHY_MISSING}")
-INVARIANT = {"tile_size": 16, "state_block_size": 32, "num_slots": 40, "dtype": "float32", "schedule_invariant": True}
-SMALL = Workload(prompt=90, answer=40, neighbors=(2,), chunks=(16,))
 
 
 @needs_native
@@ -135,16 +134,9 @@ SMALL = Workload(prompt=90, answer=40, neighbors=(2,), chunks=(16,))
     ("name", "dtype"),
     [
         ("trainable", "bfloat16"),
-        ("trainable", "float32"),
-        ("lfm2", "float32"),
-        ("falconh1", "bfloat16"),
-        ("qwen3next", "bfloat16"),
-        ("kimi", "bfloat16"),
-        ("ling3", "float32"),
-        ("zamba2", "bfloat16"),
-        ("jamba", "float32"),
+        *((name, "float32") for name in ("trainable", "lfm2", "ling3", "jamba")),
+        *((name, "bfloat16") for name in ("falconh1", "qwen3next", "kimi", "zamba2", "nemotronh-latent")),
         ("falcon-mamba", "bfloat16"),
-        ("nemotronh-latent", "bfloat16"),
     ],
 )
 def test_schedule_invariant_bits(tmp_path, monkeypatch, name, dtype):

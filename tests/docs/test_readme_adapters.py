@@ -21,17 +21,12 @@ SMALL_SERVER = "--no-warmup --max-model-len 128 --max-num-seqs 4"
 NAMES = ["maths", "sentences", "tenant"]
 
 
-def readme_blocks():
-    """Returns the block that trains and serves, and the block that queries."""
-    blocks = [block.text for block in blocks_of(ROOT / "README.md")]
-    at = next(index for index, text in enumerate(blocks) if "mamba-jax train-s0" in text)
-    return blocks[at], blocks[at + 1]
-
-
 @pytest.mark.full
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl, as the README does")
 def test_the_readme_trains_serves_and_queries_adapters(tmp_path):
-    commands, queries = readme_blocks()
+    blocks = [block.text for block in blocks_of(ROOT / "README.md")]
+    at = next(index for index, text in enumerate(blocks) if "mamba-jax train-s0" in text)
+    commands, queries = blocks[at : at + 2]
     port = free_port()
     address = f"127.0.0.1:{port}"
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
