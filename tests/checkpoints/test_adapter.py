@@ -27,6 +27,8 @@ from tests.support.models.golden_case import FIXTURES
 FIXTURE = FIXTURES / "nemotronh-moe"
 CONFIG = load_config(FIXTURE)
 IN_PROJ = "base_model.model.model.layers.2.mixer.in_proj"
+LORA_A, LORA_B, MAGNITUDES = (f"{IN_PROJ}.lora_{part}" for part in ("A.weight", "B.weight", "magnitude_vector"))
+HEAD = f"{MODULE_PREFIX}lm_head.weight"
 
 
 @pytest.fixture
@@ -83,7 +85,7 @@ def test_the_digest_is_of_the_content(directory, tmp_path):
     alpha = json.loads((copy / "adapter_config.json").read_text())["lora_alpha"]
     configure(copy, lora_alpha=2 * alpha)  # numbers of the same bits but for their exponents
     assert read_adapter(copy, CONFIG).digest != first
-    change(directory, lambda tensors: tensors[f"{IN_PROJ}.lora_A.weight"].__setitem__((0, 0), 1))
+    change(directory, lambda tensors: tensors[LORA_A].__setitem__((0, 0), 1))
     assert read_adapter(directory, CONFIG).digest != first
 
 
@@ -137,24 +139,15 @@ def replaced(name, value):
         (renamed("layers.2.mixer.in_proj", "layers.2.mixer.conv1d"), "conv1d is not a linear layer"),
         (renamed("layers.4.mixer.shared_experts", "layers.4.mixer.experts.1"), r"experts\.1\.\w+ has lora_A"),
         (renamed("model.layers.2.mixer.in_proj", "lm_head"), "lm_head is not a linear layer"),
-        (lambda tensors: tensors.pop(f"{IN_PROJ}.lora_A.weight"), "in_proj has no lora_A: A and B are needed"),
-        (
-            replaced(f"{IN_PROJ}.lora_B.weight", np.zeros((536, 3))),
-            r"in_proj has lora_A .* expected \[3, 48\] and \[537",
-        ),
-        (replaced(f"{IN_PROJ}.lora_A.weight", np.zeros((3, 47))), r"in_proj has lora_A \[3, 47\]"),
-        (replaced(f"{IN_PROJ}.lora_A.weight", np.zeros((4, 48))), "rank 4, but the config says 3"),
-        (replaced(f"{IN_PROJ}.lora_A.weight", np.full((3, 48), np.nan)), "in_proj has numbers that are not finite"),
-        (replaced(f"{IN_PROJ}.lora_B.weight", np.full((537, 3), 3e38)), "in_proj has numbers that are not finite"),
-        (
-            replaced(f"{IN_PROJ}.lora_magnitude_vector", np.zeros(3)),
-            r"magnitudes \[3\]: expected none without use_dora",
-        ),
-        (
-            replaced(f"{MODULE_PREFIX}lm_head.weight", np.zeros((510, 48))),
-            r"lm_head.* \[510, 48\]: .* cannot add tokens",
-        ),
-        (replaced(f"{MODULE_PREFIX}lm_head.weight", np.full((509, 48), np.nan)), "lm_head.weight has numbers"),
+        (lambda tensors: tensors.pop(LORA_A), "in_proj has no lora_A: A and B are needed"),
+        (replaced(LORA_B, np.zeros((536, 3))), r"in_proj has lora_A .* expected \[3, 48\] and \[537"),
+        (replaced(LORA_A, np.zeros((3, 47))), r"in_proj has lora_A \[3, 47\]"),
+        (replaced(LORA_A, np.zeros((4, 48))), "rank 4, but the config says 3"),
+        (replaced(LORA_A, np.full((3, 48), np.nan)), "in_proj has numbers that are not finite"),
+        (replaced(LORA_B, np.full((537, 3), 3e38)), "in_proj has numbers that are not finite"),
+        (replaced(MAGNITUDES, np.zeros(3)), r"magnitudes \[3\]: expected none without use_dora"),
+        (replaced(HEAD, np.zeros((510, 48))), r"lm_head.* \[510, 48\]: .* cannot add tokens"),
+        (replaced(HEAD, np.full((509, 48), np.nan)), "lm_head.weight has numbers"),
         (replaced(f"{MODULE_PREFIX}model.norm.weight", np.zeros(48)), "norm.weight is not supported"),
         (lambda tensors: tensors.clear(), "has no tensors of LoRA"),
     ],
@@ -270,9 +263,9 @@ def test_only_regular_files_of_a_bounded_size_are_read(directory, file, kind):
 
 def test_no_number_of_a_wrong_tensor_is_read(directory):
     """A file can be sparse: what its tensors' names and shapes do not allow is refused before memory is needed."""
-    entries = ((part, {"dtype": "F32", "shape": [3, 1 << 32], "data_offsets": [at << 32, (at + 12) << 32]})
-               for part, at in (("A", 0), ("B", 12)))  # fmt: skip
-    text = json.dumps({f"{IN_PROJ}.lora_{part}.weight": entry for part, entry in entries}).encode()
+    form, begins = {"dtype": "F32", "shape": [3, 1 << 32]}, {LORA_A: 0, LORA_B: 12}
+    header = {name: form | {"data_offsets": [at << 32, (at + 12) << 32]} for name, at in begins.items()}
+    text = json.dumps(header).encode()
     with (directory / WEIGHTS_FILE).open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         file.truncate(file.tell() + (24 << 32))

@@ -150,10 +150,9 @@ def test_a_template_whose_roles_must_alternate():
 def test_the_last_message_can_be_continued():
     messages = [USER, {"role": "assistant", "content": "1, 2, "}]
     assert render(LENIENT + "<end>", messages, continue_final_message=True) == "[user]Hi[assistant]1, 2,"
-    with pytest.raises(ChatTemplateError, match="does not show the last message"):
-        render("x", messages, continue_final_message=True)
-    with pytest.raises(ChatTemplateError, match="does not show the last message"):
-        render(LENIENT, [{"role": "user", "content": None}], continue_final_message=True)
+    for source, given in (("x", messages), (LENIENT, [{"role": "user", "content": None}])):
+        with pytest.raises(ChatTemplateError, match="does not show the last message"):
+            render(source, given, continue_final_message=True)
 
 
 def test_messages_are_checked():
