@@ -171,12 +171,8 @@ def test_pages_are_copied_before_they_are_written():
     host.prefill({"tokens": prompt, "write": 1})
     tokens, at = [(11, 12, 13), (14, 15)], host.table(0)[2]
     page = np.asarray(host.store.kv[0][at])
-    host.decode(
-        *(
-            {"tokens": t, "c": len(prompt), "read": 1, "writes": [0] * (len(t) - 1) + [2 + i]} | host.sharing(1 + i, 2)
-            for i, t in enumerate(tokens)
-        )
-    )
+    own = [{"tokens": t, "writes": [0] * (len(t) - 1) + [2 + i]} | host.sharing(1 + i, 2) for i, t in enumerate(tokens)]
+    host.decode(*(row | {"c": len(prompt), "read": 1} for row in own))
     for i, t in enumerate(tokens):
         assert_holds(host, 2 + i, (*prompt, *t))
     np.testing.assert_array_equal(host.store.kv[0][at], page)

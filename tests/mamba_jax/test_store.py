@@ -44,10 +44,9 @@ def test_one_array_per_layer():
 
 
 def test_the_null_slot_and_page_are_not_enough():
-    with pytest.raises(ValueError, match="num_slots is 1"):
-        init_store(HYBRID, num_slots=1, num_pages=7, page_size=4, dtype=jnp.float32)
-    with pytest.raises(ValueError, match="1 pages of 4"):
-        init_store(HYBRID, num_slots=2, num_pages=1, page_size=4, dtype=jnp.float32)
+    for slots, pages, message in ((1, 7, "num_slots is 1"), (2, 1, "1 pages of 4")):
+        with pytest.raises(ValueError, match=message):
+            init_store(HYBRID, num_slots=slots, num_pages=pages, page_size=4, dtype=jnp.float32)
     init_store(NO_ATTENTION, num_slots=2, num_pages=0, page_size=4, dtype=jnp.float32)
 
 
