@@ -58,14 +58,8 @@ SMALLEST = "smallest"
 """The model of the planted faults, each of which needs programs of its own."""
 SAMPLED = "nemotronh"
 """The model whose traffic also samples: sampling knows no recurrences, and compiles for longer than most of them."""
-TAGGED = {
-    "nemotronh": (False, True),
-    "mamba2": (True,),
-    "joined": (False,),
-    "kimi": (False,),
-    "lightning": (False,),
-    "selective": (False,),
-}
+TAGGED = {"nemotronh": (False, True), "mamba2": (True,)}
+TAGGED |= dict.fromkeys(("joined", "kimi", "lightning", "selective"), (False,))
 """Whether a model's stores have tags (`debug_state`): with tags, programs are others."""
 PROGRAMS = {name: 3 + 2 * len(kinds) for name, kinds in TAGGED.items()}
 """At most so many programs are compiled for each model: two to take seats, with and without penalties, one for page
