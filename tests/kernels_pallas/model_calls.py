@@ -146,7 +146,7 @@ def gated_step(model, dtype):
 
 def gated_update(model, dtype, states):
     slots, lead = store(model, model.rows * model.steps + 1, states), (model.rows, model.steps)
-    windows = Windows(*(shape(len_of(slots), width_of(model) - 1, n, dtype=dtype) for n in channels_of(model)))
+    windows = Windows(*(shape(slots.shape[0], width_of(model) - 1, n, dtype=dtype) for n in channels_of(model)))
     places = {"rows": rows_of(model), "valid": shape(*lead, dtype=bool)}
     return {**gated_step(model, dtype), "store": slots, "windows": windows, **places}
 
@@ -154,7 +154,7 @@ def gated_update(model, dtype, states):
 def gated_replay(model, dtype, states):
     slots, width = store(model, 2 * model.rows + 1, states), width_of(model)
     ring = model.rows + 1, 1 << (width + model.steps - 3).bit_length()
-    sizes = [(len_of(slots), width - 1, n) for n in channels_of(model)] + [(*ring, n) for n in channels_of(model)]
+    sizes = [(slots.shape[0], width - 1, n) for n in channels_of(model)] + [(*ring, n) for n in channels_of(model)]
     kept = {"store": slots, "tail": tail(model, dtype), "windows": Windows(*(shape(*n, dtype=dtype) for n in sizes))}
     return {**gated_step(model, dtype), **kept, "places": anchored(model)}
 
@@ -174,26 +174,16 @@ def gated_scan(model, dtype, states):
     return {
         "zx": shape(tokens, 2, inner, dtype=dtype), "query": vector, "key": vector, "log_decay": number,
         "strength": number, "weights": weights, "store": slots,
-        "windows": shape(len_of(slots), model.width - 1, inner, dtype=dtype), "packed": packed(tokens, model.tile_size),
-        "gates": gates,
+        "windows": shape(slots.shape[0], model.width - 1, inner, dtype=dtype),
+        "packed": packed(tokens, model.tile_size), "gates": gates,
     }  # fmt: skip
-
-
-def len_of(array):
-    return array.shape[0]
 
 
 def convolution(model, dtype, lead, **places):
     n, bias = model.channels, shape(model.channels, dtype=dtype) if model.bias else None
     x, windows = (shape(*sizes, n, dtype=dtype) for sizes in (lead, (SLOTS, model.width - 1)))
-    return {
-        "x": x,
-        "taps": shape(n, model.width, dtype=dtype),
-        "bias": bias,
-        "windows": windows,
-        **places,
-        "activation": "silu",
-    }
+    given = {"x": x, "taps": shape(n, model.width, dtype=dtype), "bias": bias, "windows": windows}
+    return {**given, **places, "activation": "silu"}
 
 
 def convolution_update(model, dtype, states):

@@ -43,13 +43,6 @@ class Draw:
     def normal(self, *shape, scale=1.0, dtype=np.float32):
         return (scale * self.random.normal(size=shape)).astype(dtype)
 
-    def like(self, shapes):
-        """Normal numbers in the shapes of a tree."""
-        return jax.tree.map(lambda leaf: self.normal(*leaf.shape, dtype=leaf.dtype), shapes)
-
-    def positive(self, *shape, scale=1.0):
-        return np.abs(self.normal(*shape, scale=scale)) + np.float32(1e-3)
-
     def slots(self, count: int, *shape) -> np.ndarray:
         """Distinct slots of 1..count-1."""
         return (1 + self.random.permutation(count - 1)[: int(np.prod(shape))]).reshape(shape).astype(np.int32)

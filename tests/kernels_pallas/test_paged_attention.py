@@ -169,10 +169,8 @@ class Parts(Attention):
             places = {"positions": positions, "page_table": own, "block_row": block_row}
             operation = jitted(paged_attention_part, **static, implementation=self.implementation)
             parts.append(operation(q, here, **places, first_page=np.int32(member)))
-        return self.merged(*(np.stack(each) for each in zip(*parts, strict=True))).astype(q.dtype)
-
-    def merged(self, out, lse):
-        return jitted(merge_attention_parts)(out, lse)
+        out, lse = (np.stack(each) for each in zip(*parts, strict=True))
+        return jitted(merge_attention_parts)(out, lse).astype(q.dtype)
 
     test_holds_no_copy_of_the_cache = None  # of `TestXla`, whose loop this is; an interpreter copies
 
