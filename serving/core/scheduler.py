@@ -59,7 +59,7 @@ class Scheduler(SchedulerState):
         request = self.finish(request_id, FinishReason.ERROR)
         if request is not None and self.index is not None:
             scope = self.cache.scope(request.cache_salt, request.adapter)
-            self.index.forget(scope, request.tokens)
+            self.index.forget(request.tokens, scope)
             if self.tiers is not None:
                 self.tiers.forget(request.tokens, scope)
         return request

@@ -109,8 +109,16 @@ class Chain:
         return State(state_name(last, tokens[begin:position]), last, position - begin, position)
 
 
+def count_down(counts: Counter[int], key: int) -> None:
+    """Counts one fewer of a key, which must have been counted. A key without any is removed."""
+    counts[key] -= 1
+    assert counts[key] >= 0, f"{key} is counted less often than it was added"
+    if not counts[key]:
+        del counts[key]
+
+
 def longest_first(lengths: Iterable[int], most: int) -> list[int]:
-    """Returns the lengths up to a maximum in order of the search for the longest state."""
+    """Returns the lengths up to a maximum, the longest first."""
     return sorted((length for length in lengths if length <= most), reverse=True)
 
 
@@ -127,8 +135,9 @@ class NamedStates:
 
     def remove(self, state: State) -> None:
         """Removes a state."""
-        self._tails[state.link] -= Counter([state.tail])
-        if not self._tails[state.link]:
+        tails = self._tails[state.link]
+        count_down(tails, state.tail)
+        if not tails:
             del self._tails[state.link]
 
     def candidates(self, chain: Chain, tokens: Sequence[int], beyond: int = 0) -> Iterator[State]:

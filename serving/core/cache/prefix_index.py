@@ -11,10 +11,9 @@ Invariants: a node's page exists as long as the node. Rows reference whole paths
 page can be evicted, leaves first. A state is evicted together with any page that it needs.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from serving.core.cache.content import Scope
+from serving.core.cache.content import Scope, count_down
 from serving.core.cache.eviction_queue import EvictionQueue, in_turn
 from serving.core.cache.pools import Pool
 from serving.core.cache.prefix_tree import (
@@ -222,7 +221,7 @@ class PrefixIndex:
         kept, node, above = self._kept.forget(entry), entry.node, entry.above
         assert above is not None
         del node.states[entry.tail]
-        node.tails -= Counter([len(entry.tail)])
+        count_down(node.tails, len(entry.tail))
         del above.below[entry]
         for lower in entry.below:
             lower.above = above
@@ -238,13 +237,14 @@ class PrefixIndex:
         if not self.pages or entry.page or kept:
             self._leaf_again(node)
 
-    def forget(self, scope: Scope | None = None, tokens: Sequence[int] | None = None) -> None:
+    def forget(self, tokens: Sequence[int] | None = None, scope: Scope | None = None) -> None:
         """Removes all states of a scope (None: of all), and the pages that no row uses; with `tokens`, only those that
         begin with the first unit of these, or less: an error in one of them may have propagated to those below it.
 
         They are not copied to tiers below the device.
         """
-        for root in [root for each, root in self.roots.items() if scope in (None, each)]:
+        scopes = list(self.roots) if scope is None else [scope] if scope in self.roots else []
+        for root in [self.roots[each] for each in scopes]:
             for entry in list(root.states.values()):
                 if tokens is None or entry.tail == tuple(tokens[: len(entry.tail)]):
                     self.drop_state(entry, trusted=False)

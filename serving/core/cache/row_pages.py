@@ -103,8 +103,7 @@ class RowPages:
         while len(table) < need:
             member = pool.member_of(len(table))
             page = pool.take(member)
-            own = self.copy is not None and pool.refs[self.copy[0]] == 1
-            if not page and own and pool.member_of(self._copied_at) == member:
+            if not page and self._holds_a_copy_alone(pool, member):
                 self.undo()  # no other row reads the copied page, so its copy is needed elsewhere
                 self._unshare(pool)
                 page = pool.take(member)
@@ -112,6 +111,10 @@ class RowPages:
                 return False
             table.append(page)
         return True
+
+    def _holds_a_copy_alone(self, pool: Pool, member: int) -> bool:
+        """Returns whether the planned step copies a page of a member that no other row reads."""
+        return self.copy is not None and pool.refs[self.copy[0]] == 1 and pool.member_of(self._copied_at) == member
 
     def _own_shared(self, pool: Pool) -> bool:
         """Plans a copy of the page that others may read, before the row writes it. Its source stays referenced until

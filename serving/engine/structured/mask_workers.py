@@ -97,6 +97,8 @@ class MaskWorkers:
         Waits for quick choices or, if the engine is `idle`, for the first mask of any choice.
         """
         self._start()
+        if not self._under_way:
+            return False
         end = time.monotonic() + (_IDLE_PATIENCE if idle else _PATIENCE)
         taken = False
         while self._under_way:
