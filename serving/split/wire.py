@@ -100,7 +100,7 @@ def check(prefill: Manifest, decode: Manifest) -> list[str]:
     for name, advice in _EQUAL.items():
         theirs, ours = getattr(prefill, name), getattr(decode, name)
         if theirs != ours:
-            what = name.replace("_", " ")
+            what = "kv_cache_dtype" if name == "kv_dtype" else name.replace("_", " ")
             raise ManifestMismatch(f"{what} differs: prefill has {theirs}, decode has {ours}; {advice}")
     notices = []
     if prefill.ssm_dtype != decode.ssm_dtype:

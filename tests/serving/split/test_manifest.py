@@ -22,7 +22,7 @@ def other(**fields):
         ({"layout": "m"}, "layout"),
         ({"model": "abd"}, "--model"),
         ({"dtype": "bfloat16"}, "--dtype"),
-        ({"kv_dtype": "float8_e4m3fn"}, "--kv-cache-dtype"),
+        ({"kv_dtype": "float8_e4m3fn"}, "kv_cache_dtype differs.*--kv-cache-dtype"),
         ({"ssm_dtype": "bfloat16"}, "--ssm-dtype"),
         ({"state": {"ssm": (3, 4, 8, 16), "hidden": (32,)}}, "state differs"),
         ({"rounding": "int8 every 256 tokens"}, "--checkpoint-dtype"),
