@@ -109,8 +109,7 @@ class Checkpoint:
             return HybridModel.from_parameters(config, arrays)
         files, name = self.reference.files, self.reference.name
         if self.reference.kind is ReferenceKind.ORBAX:
-            if self.quantization is not None:
-                raise CheckpointError(f"{name}: quantize when converting: mamba-jax convert --quantization")
+            self._refuse_quantization()
             dtype = chosen_dtype(self.dtype, read_description(files).dtype)
             return restore_orbax(files, dtype=dtype, shardings=sharding, progress=progress, hasher=hasher)
         tensors = self._tensors(hasher)
@@ -157,6 +156,7 @@ class Checkpoint:
         """Returns shapes and dtypes of the parameters that `load` would load, by dotted path; no weights are read."""
         dtype, stored = chosen_dtype(self.dtype, self._source_dtype), self.load_format != "dummy"
         if stored and self.reference.kind is ReferenceKind.ORBAX:
+            self._refuse_quantization()
             return stored_parameters(read_description(self.reference.files), dtype)
         if stored and self.quantization is None and self._quantization is not None:
             # Some forms stay narrow, others are widened.
@@ -206,6 +206,11 @@ class Checkpoint:
         stored = TensorSet(self.reference.files, hasher, prefixes=TEXT_PREFIXES)
         wide = cache(partial(tensor_shapes, self.config))
         return LogicalTensors(self.reference.name, stored, self._quantization, wide)
+
+    def _refuse_quantization(self) -> None:
+        """Raises `CheckpointError` if flags ask to quantize an Orbax checkpoint, which is impossible while loading."""
+        if self._selection(self.config) is not None:
+            raise CheckpointError(f"{self.reference.name}: quantize when converting: mamba-jax convert --quantization")
 
     def _selection(self, config: HybridConfig) -> Selection | None:
         """Returns the weights to be quantized; None: none."""

@@ -109,7 +109,8 @@ class FileHasher(contextlib.AbstractContextManager["FileHasher"]):
             try:
                 os.replace(unfinished.name, target)
             except OSError:
-                os.unlink(unfinished.name)
+                with contextlib.suppress(OSError):  # the first error is the one to report
+                    os.unlink(unfinished.name)
                 raise
         except OSError as error:
             log.info("the digest of %s is not saved: %s", file.path, error.strerror or error)

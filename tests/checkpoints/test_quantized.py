@@ -260,6 +260,7 @@ def test_convert_writes_what_loading_makes(wide, tmp_path):
     assert_equal(got, values(load(wide, quantization="int4")))
     assert forms(got) == forms(Checkpoint(tmp_path / "orbax", dtype="float32").shapes())
     assert "convert --quantization" in message(load, tmp_path / "orbax", quantization="int8")
+    assert "no effect without quantization" in message(load, tmp_path / "orbax", quantization_exclude=["o_proj"])
 
 
 @pytest.mark.parametrize("kind", QUANTIZATIONS)
