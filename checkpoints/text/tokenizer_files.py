@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from google.protobuf.empty_pb2 import Empty
-from google.protobuf.unknown_fields import UnknownFieldSet
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from checkpoints.json_file import open_regular
@@ -279,10 +277,27 @@ def _last(fields: Fields, number: int, default: Any) -> Any:
 
 
 def _message(data: bytes) -> Fields:
-    """Returns the values of a message's fields by their numbers: integers, float32, or bytes."""
+    """Returns the values of a message's fields by their numbers: integers, float32, or bytes.
+
+    Raises:
+        ValueError: it is no message, or has a group.
+    """
+    from google.protobuf.empty_pb2 import Empty  # only those who need it wait for it
+    from google.protobuf.message import DecodeError
+    from google.protobuf.unknown_fields import UnknownFieldSet
+
     found: Fields = {}
-    for field in UnknownFieldSet(Empty.FromString(data)):
-        is_float = field.wire_type == 5  # 32 bits
-        value = struct.unpack("<f", struct.pack("<I", field.data))[0] if is_float else field.data
+    try:
+        fields = UnknownFieldSet(Empty.FromString(data))
+    except (DecodeError, TypeError):
+        raise ValueError("it is cut off, or no message of SentencePiece") from None
+    for field in fields:
+        value = field.data
+        if field.wire_type == 1:  # 64 bits
+            value = struct.pack("<Q", value)
+        elif field.wire_type == 5:  # 32 bits
+            (value,) = struct.unpack("<f", struct.pack("<I", value))
+        elif field.wire_type == 3:
+            raise ValueError(f"field {field.field_number} is a group")
         found.setdefault(field.field_number, []).append(value)
     return found

@@ -148,12 +148,18 @@ def test_a_file_of_another_form_counts_as_none(tmp_path, content):
     assert read_tokenizer(tmp_path) is None
 
 
-@pytest.mark.parametrize("content", [b"\x0a\x05ab", field(1, field(1, b"a")), b"\x0a" + b"\xff" * 12])
+GROUP = b"\x0a\x00\x0b\x0c"
+
+
+@pytest.mark.parametrize("content", [b"\x0a\x05ab", field(1, field(1, b"a")), GROUP, b"\x0a" + b"\xff" * 12])
 def test_a_broken_file_is_named(tmp_path, content):
     (tmp_path / "tokenizer.model").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"tokenizer\.model: not a usable tokenizer \([^\n]+\)$"):
         read_tokenizer(tmp_path)
-    write(tmp_path)
+    whole = write(tmp_path).encode("the")
+    with (tmp_path / "tokenizer.model").open("ab") as file:
+        file.write(varint(99 << 3 | 1) + bytes(8))  # 64 bits of a field that is not read
+    assert read_tokenizer(tmp_path).encode("the") == whole
     assert "model_type 3: BPE and unigram are supported" in message(write, tmp_path, kind=3)
     assert "a piece is too long" in message(write, tmp_path, more=[("a" * 4097, NORMAL)])
     with pytest.raises(CheckpointError, match="ids of added tokens are from 0 to 1000000000"):
