@@ -29,8 +29,8 @@ def is_power_of_two(n: int) -> bool:
 
 
 def power_of_two_in(n: int, most: int) -> int:
-    """Returns the largest power of two that divides n and is at most `most`."""
-    return math.gcd(n, 1 << most.bit_length() - 1)
+    """Returns the largest power of two that divides n and is at most `most`; 1 if `most` is less."""
+    return math.gcd(n, 1 << max(most, 1).bit_length() - 1)
 
 
 def pieces(size: int) -> list[Any]:

@@ -94,7 +94,7 @@ class HybridModel(nnx.Module):
 
     def draft_embedded(self, tokens: Int[Array, " T"]) -> Hidden:
         """Returns the embeddings of tokens, as the draft layer sees them."""
-        own, config = self.draft_layer.embed, self.config.drafter or self.config
+        own, config = getattr(self.draft_layer, "embed", None), self.config.drafter or self.config
         return scaled(self._rows(self.embed if own is None else own, tokens), config.embedding_multiplier)
 
     def _rows(self, table: Table, tokens: Int[Array, " T"]) -> Hidden:
@@ -230,7 +230,7 @@ class HybridModel(nnx.Module):
     @property
     def draft_head(self) -> Table:
         """The head of the draft layer: the model's, unless the layer has its own."""
-        own: Table | None = self.draft_layer.lm_head
+        own: Table | None = getattr(self.draft_layer, "lm_head", None)
         return self.head if own is None else own
 
     def _scaled_logits(self, scores: Float[Array, "*batch vocab"]) -> Float[Array, "*batch vocab"]:

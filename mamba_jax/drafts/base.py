@@ -59,8 +59,9 @@ class DraftSource:
         return None
 
     def seat(self, state: Any, row_id: Int[Array, ""], tokens: Int[Array, " max_len"] | None) -> Any:
-        """A request takes a seat. `tokens` is its sequence so far, followed by -1; None unless `sees_tokens`."""
-        return None
+        """Returns the state after a request takes a seat. `tokens` is its sequence so far, followed by -1; None unless
+        `sees_tokens`."""
+        return state
 
     def propose(
         self, model: HybridModel, store: Store, state: Any, facts: StepFacts, count: int

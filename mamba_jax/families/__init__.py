@@ -158,6 +158,8 @@ def as_stored(config: HybridConfig, available: Container[str]) -> HybridConfig:
 
 def _with_kv_scales(config: HybridConfig, available: Container[str]) -> HybridConfig:
     kinds = {name: one for name in ("attention", "windowed_attention") if (one := getattr(config, name)) is not None}
+    if not kinds:
+        return config
     scaled = {name: dataclasses.replace(one, kv_scales=True) for name, one in kinds.items()}
     full = dataclasses.replace(config, **scaled)
     scales = [source for path, source in weight_names(full).items() if path.endswith((".k_scale", ".v_scale"))]

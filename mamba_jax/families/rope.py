@@ -115,14 +115,12 @@ def _yarn(rope: Fields, plain: np.ndarray, theta: float, trained: float, origina
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, size - 1)
     ramp = np.clip((np.arange(len(plain)) - low) / (high - low if high != low else 1e-3), 0, 1)
-    scale, ours, all_dimensions = (
-        _temperature(factor, 1.0),
-        rope.number("mscale", 0.0),
-        rope.number("mscale_all_dim", 0.0),
-    )
-    if ours and all_dimensions:
+    if rope.given("attention_factor") is not None:
+        scale = _positive(rope, "attention_factor")
+    elif (ours := rope.number("mscale", 0.0)) and (all_dimensions := rope.number("mscale_all_dim", 0.0)):
         scale = _temperature(factor, ours) / _temperature(factor, all_dimensions)
-    scale = _positive(rope, "attention_factor", scale)
+    else:
+        scale = _temperature(factor, 1.0)
     return plain / factor * ramp + plain * (1 - ramp), scale, original * factor
 
 

@@ -37,6 +37,11 @@ def test_dynamic_scaling_is_that_of_the_longest_context(factor):
     assert (rope.scale, rope.positions) == (1.0, 1024 * factor)
 
 
+def test_yarn_reads_mscale_only_without_an_attention_factor():
+    scaling = {"rope_type": "yarn", "factor": 4.0, "attention_factor": 2.0, "mscale": "deepseek", "mscale_all_dim": 1.0}
+    assert rope_config(Fields({"max_position_embeddings": 64, "rope_scaling": scaling}), 16).scale == 2.0
+
+
 LONGER = {
     "linear": {"factor": 4.0},
     "dynamic": {"factor": 4.0},
