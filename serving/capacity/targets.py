@@ -74,7 +74,7 @@ def target(name: str) -> Target:
         return Target(name, DEVICES[match[1]], chips * _per_chip(match[1], "devices"), plain)
     kind, count = _kind_and_count(plain)
     if (shape := _SIZES.get(kind, {}).get(count)) is None:
-        # The smallest machine of this kind with so many devices, or one with a similar name.
+        # The smallest machine of this kind with at least so many devices, else its largest, else one of a similar name.
         sizes = list(_SIZES.get(kind, ()))
         larger = [f"{kind}-{size}" for size in sizes if size >= count] + [f"{kind}-{size}" for size in sizes[-1:]]
         near = larger[:1] or difflib.get_close_matches(plain, known(), n=1)

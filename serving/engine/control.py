@@ -150,6 +150,11 @@ class Control:
     """Holds and releases an engine. A held engine accepts requests but dispatches no step.
 
     An engine is held while it is paused, while it sleeps, and while its weights are incomplete.
+
+    Args:
+        loop: the step loop of the engine.
+        drain: settles all dispatched steps.
+        abort_all: ends all requests.
     """
 
     def __init__(

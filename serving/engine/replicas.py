@@ -120,7 +120,7 @@ class Assignment:
         self._loads, self.request, self.replica, self.missing = loads, request, replica, missing
 
     def takes(self, output: RequestOutput) -> bool:
-        """Notes that the prompt is computed, if there are tokens. Returns whether the request's reader gets this
+        """Records that the prompt is computed, if the output has tokens. Returns whether the request's reader gets this
         output: each one if the request is live, else only the finished one."""
         if self.missing and any(choice.token_ids for choice in output.outputs):
             self._loads.computed(self)

@@ -28,7 +28,7 @@ _MAX_CALLS = 4096  # calls that a follower buffers: the leader is one step ahead
 class HostGroup:
     """This host and its connections: the leader has one to each follower, a follower one to the leader.
 
-    Whatever goes wrong ends this process: hosts that run a step which another one does not run wait for ever.
+    Any failure ends this process: a host that runs a step waits forever for another one that does not run it.
 
     Args:
         host: our number; 0 leads.
@@ -58,7 +58,8 @@ class HostGroup:
         return self.host == 0
 
     def tell(self, kind: Kind, *pieces: bytes | memoryview) -> None:
-        """Send a message to every connected host. If sending to one fails, all hosts end."""
+        """Sends a message to every connected host. If sending to one fails, all hosts end; only heartbeats may fail
+        while no call is expected."""
         if kind is not Kind.HEARTBEAT:
             self._idle = kind is Kind.DONE
         for other, link in self._links.items():

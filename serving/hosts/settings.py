@@ -24,7 +24,8 @@ class HostSettings(Settings):
     coordinator: str | None = Field(
         None,
         pattern=r"^[^:]+(:\d+)?$|^\[.+\](:\d+)?$",
-        description=f"HOST or HOST:PORT of host 0, to which all hosts connect; a free port (unset: {MEETING_PORT}).",
+        description="HOST or HOST:PORT of host 0, to which all hosts connect. The port must be free; it is "
+        f"{MEETING_PORT} if unset.",
     )
     num_hosts: int | None = Field(None, ge=1, description="With --coordinator: number of hosts.")
     host_id: int | None = Field(None, ge=0, description="With --coordinator: number of this host; 0 leads.")

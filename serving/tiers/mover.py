@@ -38,7 +38,7 @@ _FILE = 4096  # bytes of a file's header, at most, the names of its blocks not c
 
 @dataclass(frozen=True)
 class Layout:
-    """The parts of a state of one store below the device, and the models that can use them."""
+    """The arrays of one store's states, and of their keys and values, as the tiers below the device keep them."""
 
     arrangement: Arrangement
     state: Mapping[str, jax.ShapeDtypeStruct]  # a state's arrays by name, as the model defines them
@@ -49,7 +49,7 @@ class Layout:
 
     @classmethod
     def of(cls, arrangement: Arrangement, store: Store, block: int) -> Layout:
-        """That of a running engine."""
+        """Returns the layout of a running engine's store. `block`: B."""
         kv = None
         if store.kv:
             shape = (len(store.kv), block, *arrangement.kv_shape)
@@ -67,14 +67,14 @@ class Layout:
         return self.block // self.page_size
 
     def sizes(self, *, in_files: bool) -> Sizes:
-        """Bytes of all parts in memory."""
+        """Returns the bytes of each kind of part; with `in_files`, of its file."""
         state = num_bytes(self.state.values())
         page = num_bytes([self.kv]) // self.pages_per_block if self.kv is not None else 0
         return Sizes(state, page, self.page_size, self.block, _FILE if in_files else 0)
 
     def fingerprint(self, model: str) -> str:
-        """What must be equal for a process to continue from a state that another one wrote: a release that computes or
-        reads weights differently never continues from older states. `model`: a digest of its weights."""
+        """Returns a digest that is equal if a process can continue from states that another one wrote. A release that
+        computes or reads weights differently has another one. `model`: a digest of its weights."""
         state = [(name, spec.shape, str(spec.dtype)) for name, spec in self.state.items()]
         kv = None if self.kv is None else (self.kv.shape, str(self.kv.dtype))
         text = repr((FORMAT, model, source_digest(STATE_PACKAGES), state, kv, self.page_size, self.block))

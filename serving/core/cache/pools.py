@@ -26,8 +26,8 @@ class Pool:
     )  # fmt: skip
 
     reclaim: Callable[[bool], bool]
-    """Frees one cached id, if one may be evicted; with True, only one of low value. The index sets this and what
-    follows: without an index no id is published."""
+    """Frees one cached id, if one may be evicted; with True, only one of low value. The index sets this and the next
+    three functions. Without an index they are never called, because no id is published."""
     on_cached: Callable[[Any], None]
     """Called with an entry whose id is no longer in use."""
     hold: Callable[[str | None, int], None]
@@ -44,7 +44,7 @@ class Pool:
         self.cached_of = [0] * members
 
     def __bool__(self) -> bool:
-        """Whether it has ids besides null ones. The pages of a model without attention have not."""
+        """Whether it has ids besides null ones. The pool of pages has none for a model without attention."""
         return self.size > len(self.free_of)
 
     @property
@@ -74,8 +74,7 @@ class Pool:
         return self.total - sum(map(len, self.free_of)) - self.num_cached
 
     def member_of(self, index: int) -> int:
-        """Returns the member that has page `index` of a row, counted from 0: each has the pages of its own positions of
-        every row."""
+        """Returns the member that has page `index`, counted from 0, of every row: members have the pages in turn."""
         return index % len(self.free_of)
 
     def take(self, member: int = 0, *, low_value: bool = False) -> int:

@@ -36,7 +36,7 @@ _FORGETTING = 1 / 512
 """Fraction by which the duration of a step that was too long is lowered, so that such a step is tried again."""
 
 _ATTEMPTS = 8
-"""Maximum number of steps in a row that measure decode rows: none of them may be measured, or its clock may stand."""
+"""Maximum number of steps in a row that measure decode rows: measured times may never come, or be 0."""
 
 _IN_STEPS = 0.9
 """Fraction of k times a step alone that a step with k clients may take: requests also take time outside of steps."""
@@ -125,7 +125,7 @@ class Fairness:
     def prompt_tokens(self, *, decoding: bool) -> int:
         """Prompt tokens of a step at most: whole tiles, at least one. `decoding`: whether it decodes, too.
 
-        A step that does not decode may take longer, but not as long as a short prompt that comes must not wait.
+        A step that does not decode may take longer, but is limited too: a short prompt that comes waits for its end.
         """
         if self._pause is None or not self.times.per_token:  # a clock may say that no time has passed
             return self._most

@@ -56,11 +56,12 @@ def draft_source(config: EngineConfig, model: HybridConfig) -> DraftSource | Non
     return MTPDrafts()
 
 
-_CPU, _ACCELERATOR = (5.0, 3e7), (250.0, 1e9)
-"""Number of tokens with arithmetic that takes as long as reading the weights once, and the fixed time of a step as the
-number of bytes that could be read in it. CPU: two cores, on which four rows of a dot cost 1.5 to 2.2 times one row
-(benchmarks/RESULTS.md); 1 ms at 30 GB/s. Accelerators: arithmetic over memory bandwidth, in 16 bits, is 200 to 560 on
-the usual GPUs and TPUs; 0.3 ms at 3 TB/s."""
+# The number of tokens whose arithmetic takes as long as reading the weights once, and the fixed time of a step, as the
+# number of bytes that could be read in it.
+_CPU = 5.0, 3e7
+"""Two cores, on which four rows of a dot cost 1.5 to 2.2 times one row (benchmarks/RESULTS.md); 1 ms at 30 GB/s."""
+_ACCELERATOR = 250.0, 1e9
+"""Arithmetic over memory bandwidth, in 16 bits, is 200 to 560 on the usual GPUs and TPUs; 0.3 ms at 3 TB/s."""
 
 
 def draft_policy(config: EngineConfig, model: HybridModel, *, bytes_per_token: float) -> DraftPolicy:
