@@ -39,7 +39,7 @@ class ConnectionBounds(Settings):
     )
     header_timeout: float = Field(10.0, gt=0, description="Seconds to wait for a request's headers.")
     max_header_bytes: int = Field(
-        64 << 10, ge=1024, description="Maximum size of a request's line and headers in bytes."
+        64 << 10, ge=1024, description="Maximum size of a request's line and headers, and of its trailers, in bytes."
     )
     read_timeout: float = Field(60.0, gt=0, description="Seconds that a client may leave a response unread.")
 

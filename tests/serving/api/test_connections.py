@@ -117,6 +117,23 @@ def test_a_head_that_comes_complete_in_one_piece_is_bounded(server, head):
     assert raw(head.replace(b"%s", b"y" * server.context.settings.max_header_bytes))(server.url) == {0}
 
 
+def test_trailers_without_end_are_bounded(server):
+    head = HEAD.replace(b"GET /health", b"POST /tokenize") + b"content-type: application/json\r\n"
+    text = head + b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+    for trailers in (b"x: y\r\n" * 200_000, b"x: " + b"y" * 1_000_000):
+        assert raw(text + trailers, seconds=10)(server.url) == {0}
+
+
+def test_a_request_in_the_same_piece_as_a_refused_one_is_ignored(server):
+    labels = {"path": "/ping", "status": "200"}
+    asked = lambda: server.context.metrics.registry.get_sample_value("mamba_jax_http_requests_total", labels)  # noqa: E731
+    server.http.get("/ping")
+    before, ping = asked(), b"GET /ping HTTP/1.1\r\nhost: x\r\n"
+    assert raw(ping + b"x: " + b"y" * 70_000 + b"\r\n\r\n" + ping + b"\r\n")(server.url) == {0}
+    assert server.http.get("/ping").status_code == 200
+    assert asked() == before + 1
+
+
 def test_a_body_in_the_same_piece_does_not_count_as_head(server):
     body = b'{"prompt": "' + b"x" * (2 * server.context.settings.max_header_bytes) + b'"}'
     head = b"POST /tokenize HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"

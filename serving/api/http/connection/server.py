@@ -1,7 +1,8 @@
 """uvicorn with bounded connections and a graceful shutdown.
 
-A connection has limits: time and bytes until a request's headers are complete, and time of unread output. Without them,
-or a proxy that enforces them, a client could occupy file descriptors and memory indefinitely.
+A connection has limits: time and bytes until a request's headers are complete, bytes of trailers after its body, and
+time of unread output. Without them, or a proxy that enforces them, a client could occupy file descriptors and memory
+indefinitely.
 
 The server answers connections beyond the limit with 503, so that a router or load balancer sends their requests
 elsewhere; a connection closed without an answer would look like a failed server. `reserve` limits how many connections
@@ -57,7 +58,7 @@ class BoundedConnection(HttpToolsProtocol):
     beyond_limit = False
     """The server had too many connections when it accepted this one."""
     _head_bytes = 0
-    """Bytes received since the headers started, while they are incomplete."""
+    """Bytes received since headers, a part of a body or a message was complete: of unfinished headers or trailers."""
     _refused = False
     """The refusal has been sent. Further input is discarded."""
 
@@ -79,13 +80,15 @@ class BoundedConnection(HttpToolsProtocol):
             return
         if "head" not in self._timers and (self.cycle is None or self.cycle.response_complete):
             self._expect_head()
-        super().data_received(data)
-        if "head" in self._timers:
-            self._head_bytes += len(data)
-            if self._head_bytes > self.bounds.max_header_bytes:
-                self._abort("the request's headers are too long")
+        self._head_bytes += len(data)
+        super().data_received(data)  # calls the methods below
+        if self._head_bytes > self.bounds.max_header_bytes:
+            self._abort("the request's headers or trailers are too long")
 
     def on_headers_complete(self) -> None:
+        if self._ended:  # a further request in the data of one that was aborted or refused
+            return
+        self._head_bytes = 0
         self._stop("head")
         # The body may have arrived with them.
         size = len(self.url) + sum(len(name) + len(value) + len(b": \r\n") for name, value in self.headers)
@@ -97,10 +100,12 @@ class BoundedConnection(HttpToolsProtocol):
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
         if not self._ended:  # a request that was aborted or refused after its headers has no cycle
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._head_bytes = 0
         if not self._ended:
             super().on_message_complete()
 
@@ -109,8 +114,6 @@ class BoundedConnection(HttpToolsProtocol):
         return self._refused or self.transport.is_closing()
 
     def _send_refusal(self) -> None:
-        if self._refused:  # a second request in the same data
-            return
         self._refused = True
         body = ApiError(503, "the server has too many connections", code=TOO_MANY_CONNECTIONS).body(
             self.url.decode(errors="replace")
@@ -138,7 +141,6 @@ class BoundedConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def _expect_head(self) -> None:
-        self._head_bytes = 0
         self._start("head", self.bounds.header_timeout, "incomplete request headers")
 
     def _start(self, timer: str, seconds: float, why: str) -> None:
@@ -223,7 +225,7 @@ class Server(uvicorn.Server):
         for each in sockets:
             each.setblocking(False)
             each.listen(config.backlog)
-            self.servers.append(TlsListener(self, each))  # type: ignore[arg-type]  # only closed and waited for
+            self.servers.append(TlsListener(self, each))  # type: ignore[arg-type]  # uvicorn calls close, wait_closed
 
     def new_connection(self, *, beyond_limit: bool) -> BoundedConnection:
         """Creates the protocol of a connection."""
