@@ -83,6 +83,7 @@ OF_ONE_API = {
         ({"max_output_tokens": 0}, "max_output_tokens", ""),
         ({"background": True}, "background", ""), ({"conversation": "c"}, "conversation", ""),
         ({"temperature": -1}, "temperature", ""), ({"tool_choice": "required"}, "tool_choice", ""),
+        ({"tool_choice": {"type": "allowed_tools", "tools": [{"type": "custom", "name": "f"}]}}, "tool_choice", ""),
         ({"text": {"format": {"type": "json_schema"}}}, "text", ""), ({"input": "word " * 9000}, "input", "at most"),
         ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "nonsense"}}}}, "text", ""),
         ({"n": 3}, "n", "n is not supported"),
@@ -94,7 +95,9 @@ OF_ONE_API = {
         ({"n": 3}, "n", "n is not supported"),
         *(({"messages": [{"role": "user", "content": content}]}, ..., "")
           for content in ([], [{"type": "redacted_thinking", "data": "x"}])),
-        ({"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "tool"}}, ..., "there is no tool ''"),
+        *(({"tools": [{"name": "f", "input_schema": {}}], "tool_choice": choice}, ..., says) for choice, says in (
+            ({"type": "tool"}, "there is no tool ''"), ({"type": "tool", "name": None}, "there is no tool ''"),
+            ({"type": "function", "name": "f"}, ""), ({"type": "auto", "disable_parallel_tool_use": "x"}, ""))),
     ),
 }  # fmt: skip
 """Fields, the parameter that the error names (... for any), and what the message says."""

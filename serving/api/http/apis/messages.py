@@ -42,8 +42,8 @@ def as_chat(body: protocol.Conversation) -> ChatRequest:
     shown = {"name", "description", "input_schema"}
     fields["tools"] = [tool.model_dump(include=shown) for tool in body.tools or ()] or None
     if body.tool_choice is not None:
-        fields["tool_choice"] = {"name": "", **body.tool_choice}
-        fields["parallel_tool_calls"] = not body.tool_choice.get("disable_parallel_tool_use")
+        fields["tool_choice"] = {"name": ""} | body.tool_choice.model_dump(exclude_none=True)
+        fields["parallel_tool_calls"] = not body.tool_choice.disable_parallel_tool_use
     fields["thinking"] = body.thinking
     if body.output_config is not None and body.output_config.effort is not None:
         fields["reasoning_effort"] = body.output_config.effort

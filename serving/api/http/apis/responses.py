@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from pydantic import BaseModel
+
 from checkpoints.text.parts import part_text
 from serving.api.http.apis.blocks import Block, BlockChange, BlocksWriter, NamedEvent
 from serving.api.http.apis.inputs import ChatTurn, chat_content, messages_of
@@ -62,9 +64,9 @@ def as_chat(body: ResponsesRequest, conversation: Conversation) -> ChatRequest:
         {"type": tool.type, tool.type: tool.model_dump(exclude=hidden[tool.type], exclude_unset=True)}
         for tool in body.tools or ()
     ] or None
-    choice: Any = body.tool_choice
-    flat = isinstance(choice, dict) and choice.get("type") == "allowed_tools" and "allowed_tools" not in choice
-    fields["tool_choice"] = {"type": "allowed_tools", "allowed_tools": choice} if flat else choice
+    choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, BaseModel) else body.tool_choice
+    allowed = isinstance(body.tool_choice, protocol.AllowedFunctions)
+    fields["tool_choice"] = {"type": "allowed_tools", "allowed_tools": choice} if allowed else choice
     form = body.text.format
     if form.type != "text":
         fields["response_format"] = {"type": form.type, "schema": form.schema_}

@@ -26,6 +26,14 @@ class ClientTool(BaseModel):
     input_schema: dict[str, Any]
 
 
+class ToolUse(BaseModel):
+    """Whether the model must call a function, and which."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
 class OutputFormat(BaseModel):
     model_config = ConfigDict(populate_by_name=True, protected_namespaces=())
     type: Literal["json_schema"]
@@ -44,9 +52,7 @@ class Conversation(ConvertedRequest):
     messages: Items[InputMessage] = Field(min_length=1)
     system: str | Parts | None = None
     tools: Items[ClientTool] | None = None
-    tool_choice: dict[str, Any] | None = Field(
-        None, description="Type auto, any, none, or tool with a name; disable_parallel_tool_use allows one call."
-    )
+    tool_choice: ToolUse | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = Field(None, description="An older name of the format in output_config.")

@@ -6,12 +6,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from serving.api.http.protocol.chat import ChatLogprob, ConvertedRequest, ReasoningChoice
+from serving.api.http.protocol.chat import ChatLogprob, ConvertedRequest, ReasoningChoice, as_named_function
 from serving.api.http.protocol.common import Count, Items, Options, PromptTokensDetails, WholeAnswer, refusal
 
 
 def _without_envelope(value: Any) -> Any:
-    """Returns a function that is in the form of another API."""
+    """Returns a function, or the choice of one, that is in the form of another API."""
     if not isinstance(value, dict):
         return value
     names = (name for name in ("function", "custom") if isinstance(value.get(name), dict))
@@ -20,6 +20,14 @@ def _without_envelope(value: Any) -> Any:
         return flat
     others = {name: each for name, each in flat.items() if name != "input_schema"}
     return {**others, "type": "function", "parameters": flat.get("parameters") or schema}
+
+
+def _as_choice(choice: Any) -> Any:
+    """Returns a `tool_choice` in the form of this API."""
+    fields = choice if isinstance(choice, dict) else {}
+    if isinstance(allowed := fields.get("allowed_tools"), dict):
+        return {**allowed, "type": "allowed_tools"}
+    return _without_envelope(choice if fields.get("type") in ("function", "custom") else as_named_function(choice))
 
 
 class FunctionTool(BaseModel):
@@ -31,6 +39,21 @@ class FunctionTool(BaseModel):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+
+class NamedFunction(BaseModel):
+    """A function that the model may or must call."""
+
+    type: Literal["function", "custom"]
+    name: str
+
+
+class AllowedFunctions(BaseModel):
+    """The subset of the tools that the model may call."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Items[Annotated[NamedFunction, BeforeValidator(_without_envelope)]] = Field(min_length=1)
 
 
 class TextFormat(Options):
@@ -68,9 +91,9 @@ class ResponsesRequest(ConvertedRequest):
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, ge=0, le=1)
     tools: Items[Annotated[FunctionTool, BeforeValidator(_without_envelope)]] | None = None
-    tool_choice: str | dict[str, Any] | None = Field(
-        None, description="none, auto, required, or an object of type function, custom or allowed_tools."
-    )
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions, BeforeValidator(_as_choice)
+    ] | None = None  # fmt: skip
     parallel_tool_calls: bool | None = None
     text: TextOptions = Field(default_factory=TextOptions)
     reasoning: ReasoningOptions | None = None
