@@ -168,7 +168,7 @@ def _block(block: Block) -> protocol.ContentBlock:
             return protocol.ThinkingBlock(thinking=block.text, signature=_signature(block.text) if block.text else "")
         case "text":
             return protocol.TextBlock(text=block.text)
-    return protocol.ToolUseBlock(id=block.call_id, name=block.name, input=object_of(block.text) or {})
+    return protocol.ToolUseBlock(id=block.call_id, name=block.name, input=object_of(block.text, cut=True) or {})
 
 
 def _signature(thinking: str) -> str:

@@ -71,7 +71,7 @@ class AnswerReader:
         """Whether the next text is reasoning, as far as is known."""
         self._may_end = begun
         """The end mark of reasoning may follow."""
-        self._ids = list[str]()
+        self._ids = set[str]()
         """Ids of the calls so far."""
         self._piece = AnswerPiece()
         self._thoughts, self._answer = TrimmedText(strip=True), TrimmedText(strip=begun)
@@ -299,7 +299,7 @@ class AnswerReader:
         call_id = None if call_id is None else well_formed(call_id)
         if call_id is None or call_id in self._ids:
             call_id = f"call_{uuid.uuid4().hex}"
-        self._ids.append(call_id)
+        self._ids.add(call_id)
         function = CalledFunction(name=well_formed(self._own(name)), arguments="")
         self._piece.parts.append(ToolCall(index=len(self._ids) - 1, id=call_id, type="function", function=function))
 

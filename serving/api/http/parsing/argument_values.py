@@ -197,9 +197,10 @@ def schema_types(schema: Any, root: Any) -> frozenset[str]:
 def _text_writer(
     types: frozenset[str], padding: str, emit: Callable[[str], None]
 ) -> tuple[Callable[[str], None], Callable[[], None]]:
-    """Returns what reads the parts of a value that is written as text without quotes, after `padding`, and what reads
-    its end. They emit JSON: of strings as they arrive, of other `types` when they are complete."""
-    parts, begun = list[str](), False
+    """Returns two functions that emit the JSON of a value written as text without quotes: one to call with each part of
+    the text, and one to call at its end. Strings are emitted as they arrive, values of other `types` at their end.
+    `padding`: text before the value."""
+    parts, begun, plain = list[str](), False, types in ({"string"}, {"string", "null"})
 
     def push(text: str) -> None:
         nonlocal begun
@@ -207,9 +208,10 @@ def _text_writer(
             emit(json.dumps(text, ensure_ascii=False)[1:-1])
             return
         parts.append(text)
+        if not plain:  # joining the parts each time takes quadratic time
+            return
         value = "".join(parts).removeprefix(padding)
-        begun = bool(value) and types in ({"string"}, {"string", "null"})
-        begun = begun and not ("null" in types and "null".startswith(value))
+        begun = bool(value) and not ("null" in types and "null".startswith(value))
         if begun:
             emit(json.dumps(value, ensure_ascii=False)[:-1])
 
@@ -221,11 +223,14 @@ def _text_writer(
 
 
 def read_value(text: str, types: frozenset[str], *, python: bool = False) -> Any:
-    """Returns the value of `text`, which is a string or JSON according to the types that its schema admits, or a
-    literal of Python that is no plain string.
+    """Returns the value of `text`. Text that cannot be parsed is a string.
 
-    If the schema admits strings, a value that it does not admit is a string; of Python's, only a number. If it admits
-    no strings, Python's spelling (`True`, `None`) is always accepted. Text that cannot be parsed is a string.
+    Args:
+        text: a string without quotes, or JSON. If the schema admits other types but no strings, the text may also have
+            Python's spelling (`True`, `None`).
+        types: the types that the schema admits. If it admits strings, a value that it does not admit is a string.
+        python: `text` is a Python literal other than a string in quotes. Then only a number that the schema does not
+            admit is a string.
     """
     if types == {"string"} and not python:
         return text

@@ -215,7 +215,7 @@ def reasoning_marks(tokenizer: Tokenizer | None) -> ReasoningMarks | None:
 
 
 def opening_of(tokenizer: Tokenizer, prompt: list[int], marks: ReasoningMarks) -> tuple[bool, bool]:
-    """Returns whether a prompt ends within reasoning, and whether with its end mark: reasoning is disabled."""
+    """Returns whether a prompt ends within reasoning, and whether it ends with the end mark: reasoning is disabled."""
     text = tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False).rstrip()
     return text.endswith(marks.begin), text.endswith(marks.end)
 

@@ -37,16 +37,16 @@ _STRAY = re.compile(rf"{_MORE}(?:[;.|\]][\s}}\]]{{0,64}})?")
 _BARE = re.compile(r'[^\s{}\[\]",:<]+')
 _HEX = "[0-9a-fA-F]"
 _ESCAPE = re.compile(
-    rf"\\(?:u[dD][89abAB]{_HEX}{{2}}\\u[dD][c-fC-F]{_HEX}{{2}}|u{_HEX}{{4}}|x{_HEX}{{2}}|U{_HEX}{{8}}|[0-3]?[0-7]{{1,2}}|.)",
+    rf"\\(?:u[dD][89abAB]{_HEX}{{2}}\\u[dD][c-fC-F]{_HEX}{{2}}|u{_HEX}{{4}}|x{_HEX}{{2}}|U{_HEX}{{8}}|[0-7]{{1,3}}|.)",
     re.DOTALL,
 )
-"""An escape in a Python string; a surrogate pair counts as one escape."""
+"""An escape in a string of JSON or Python; a surrogate pair counts as one escape."""
 _ESCAPE_PART = re.compile(
     rf"\\(?:x{_HEX}?|U{_HEX}{{0,7}}|[0-7]{{1,2}}|u{_HEX}{{0,3}}|u[dD][89abAB]{_HEX}{{2}}(?:\\(?:u{_HEX}{{0,3}})?)?)?"
 )
 """Text that may become an escape or a longer escape."""
 _VALID_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u.)')
-"""The beginning of an escape that JSON has."""
+"""The beginning of an escape that is valid in JSON."""
 _LETTERS = {
     "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "\n": "", "\\": "\\", '"': '"',
     "'": "'", "/": "/",
@@ -67,7 +67,7 @@ class WrittenObject:
     Args:
         closing: the marks after the call or all calls; they end the object anywhere except in strings.
         python: the object is a literal of Python: with its escapes and numbers, and with tuples, which become arrays.
-        quote: what is read is the rest of a string after this quote, which is an argument of a call.
+        quote: instead of an object, read a string up to this quote. The string is an argument of a call in Python.
     """
 
     def __init__(self, *closing: str, python: bool = False, quote: str = "") -> None:
@@ -141,7 +141,7 @@ class WrittenObject:
         if _ESCAPE_PART.fullmatch(text, at) or (escape := _ESCAPE.match(text, at)) is None:
             return at
         value, valid = _unescaped(escape[0]), _VALID_ESCAPE.match(escape[0])
-        if not (valid or self._python or value == quote):
+        if not (valid or self._python or escape[0] == f"\\{quote}"):
             self._write("\\\\")
             return at + 1
         self._write(escape[0] if valid and value != "\N{REPLACEMENT CHARACTER}" else json.dumps(value)[1:-1])
@@ -301,7 +301,9 @@ def read_written(
 
 def _unescaped(escape: str) -> str:
     """Returns the text that an escape represents; the escape itself if it is invalid."""
-    if len(escape) == 2 and escape[1] not in "01234567":
+    if escape[1] in "01234567":
+        return chr(int(escape[1:], 8))
+    if len(escape) == 2:
         return _LETTERS.get(escape[1], escape)
     try:
         return well_formed(escape.encode().decode("unicode_escape"))
@@ -319,13 +321,15 @@ def _python_number(word: str) -> str | None:
     return None
 
 
-def object_of(value: Any) -> dict[str, Any] | None:
+def object_of(value: Any, *, cut: bool = False) -> dict[str, Any] | None:
     """Returns arguments as an object; None if that is not possible. Some models write the object as a string with its
-    JSON text, which may be cut off."""
+    JSON text. `cut`: the text may end before the object does, which then has what is written of it."""
     if isinstance(value, str) and value.lstrip().startswith("{"):
         written = WrittenObject()
         _, valid, complete = written.push(value.lstrip())
-        value = json.loads(valid if complete else valid + written.close())
+        if cut and not complete:
+            valid, complete = valid + written.close(), True
+        value = json.loads(valid) if complete else None
     return value if isinstance(value, dict) else None
 
 
