@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
@@ -173,6 +174,6 @@ def _invalid(details: Sequence[Any]) -> ApiError:
         return ApiError(400, f"{name} must be {_ALTERNATIVES[name]}", param=name)
     where = ".".join(part for part in path if not part.startswith(("list[", "function-", "union")))
     what = first["msg"].removeprefix("Value error, ")
-    if name is not None and (not where or what.startswith(where)):  # the message names the fields
+    if name is not None and (not where or re.match(rf"{re.escape(where)}\b", what)):  # the message names the fields
         return ApiError(400, what, param=name)
     return ApiError(400, f"{where or 'the body'}: {what[:1].lower()}{what[1:]}", param=name)

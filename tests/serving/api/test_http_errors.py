@@ -4,8 +4,9 @@ import json
 import threading
 
 import pytest
+from fastapi.exceptions import RequestValidationError
 
-from serving.api.http.errors import ApiError
+from serving.api.http.errors import ApiError, as_api_error
 from serving.api.http.protocol.common import ErrorResponse
 from tests.support.servers.refused_values import BODY, PATHS, REFUSED
 
@@ -111,6 +112,12 @@ def test_unknown_fields_are_ignored_and_named(server):
     assert response.status_code == 200
     assert response.headers["x-ignored-fields"] == "invented"
     assert "x-ignored-fields" not in server.complete(max_tokens=1).headers
+
+
+@pytest.mark.parametrize("words", ["seed is odd", "seeds are odd"])
+def test_a_message_that_begins_with_its_field_names_it_once(words):
+    error = as_api_error(RequestValidationError([{"type": "value_error", "loc": ("body", "seed"), "msg": words}]))
+    assert error.message == ("seed is odd" if words.startswith("seed ") else "seed: seeds are odd")
 
 
 def test_long_messages_are_cut():

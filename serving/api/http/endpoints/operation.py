@@ -214,10 +214,7 @@ class Profiler:
         async with self._lock:
             if self._end is not None:
                 raise ApiError(409, "a profile is running: end it with /stop_profile", code="profile_running")
-            # JAX drops a profile that it cannot export, so it exports to a folder of its own.
-            folder = tempfile.TemporaryDirectory(prefix="mamba-jax-profile-", ignore_cleanup_errors=True)
-            await asyncio.to_thread(jax.profiler.start_trace, folder.name)
-            self._folder, self._stopped = folder, False
+            await asyncio.to_thread(self._begin)
             self._end = asyncio.create_task(self._end_later())
         return self._directory
 
@@ -241,6 +238,12 @@ class Profiler:
                 raise ApiError(503, why, code="profile_not_written") from error
             self._end = None
         return self._directory
+
+    def _begin(self) -> None:
+        # JAX drops a profile that it cannot export, so it exports to a folder of its own.
+        folder = tempfile.TemporaryDirectory(prefix="mamba-jax-profile-", ignore_cleanup_errors=True)
+        jax.profiler.start_trace(folder.name)
+        self._folder, self._stopped = folder, False
 
     def _write(self, directory: str) -> None:
         if not self._stopped:
