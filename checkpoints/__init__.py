@@ -9,16 +9,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from checkpoints.config_json import GenerationConfig
-    from checkpoints.conversion import convert
-    from checkpoints.errors import CheckpointError
-    from checkpoints.export import save_hugging_face
-    from checkpoints.load import generation_config, load_config, load_model
-    from checkpoints.orbax import restore_orbax, save_orbax
-    from checkpoints.resolve import Reference, ReferenceKind
-    from checkpoints.text.chat import ChatTemplateError
-    from checkpoints.text.stream import StreamDecoder
-    from checkpoints.tokenizer import Tokenizer, load_tokenizer, require_tokenizer
+    from checkpoints.config_json import GenerationConfig as GenerationConfig
+    from checkpoints.conversion import convert as convert
+    from checkpoints.errors import CheckpointError as CheckpointError
+    from checkpoints.export import save_hugging_face as save_hugging_face
+    from checkpoints.load import generation_config as generation_config
+    from checkpoints.load import load_config as load_config
+    from checkpoints.load import load_model as load_model
+    from checkpoints.orbax import restore_orbax as restore_orbax
+    from checkpoints.orbax import save_orbax as save_orbax
+    from checkpoints.resolve import Reference as Reference
+    from checkpoints.resolve import ReferenceKind as ReferenceKind
+    from checkpoints.text.chat import ChatTemplateError as ChatTemplateError
+    from checkpoints.text.stream import StreamDecoder as StreamDecoder
+    from checkpoints.tokenizer import Tokenizer as Tokenizer
+    from checkpoints.tokenizer import load_tokenizer as load_tokenizer
+    from checkpoints.tokenizer import require_tokenizer as require_tokenizer
 
 _NAMES = {
     "config_json": ("GenerationConfig",),

@@ -101,7 +101,7 @@ def listed(kind: type, what: str, most: int | None = None, filled: bool = False)
 
 def _object(value: Any) -> Any:
     try:
-        found = json.loads(value) if isinstance(value, str) else value
+        found = json.loads(value or "{}") if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
         raise PydanticCustomError("json", "must be valid JSON ({why})", {"why": str(error)}) from None
     if not isinstance(found, Mapping):
@@ -110,7 +110,7 @@ def _object(value: Any) -> Any:
 
 
 JsonObject = Annotated[dict[str, Any], BeforeValidator(_object)]
-"""An object, or its JSON text."""
+"""An object, or its JSON text; an empty text counts as `{}`."""
 Integer = Annotated[int, _only(numbers.Integral, "an integer")]
 Number = Annotated[float, _only(numbers.Real, "a number")]
 

@@ -129,7 +129,7 @@ class LLM:
             RequestError: the model has none.
         """
         if self.tokenizer is None:
-            raise RequestError("this model has no tokenizer")
+            raise RequestError("this model has no tokenizer: use token ids")
         return self.tokenizer
 
     @property

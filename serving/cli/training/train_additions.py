@@ -20,7 +20,7 @@ from serving.settings import Settings
 class TrainingOptions(Settings):
     """What these commands have in common."""
 
-    model: str = Field(description="Model that is adapted: a Hugging Face directory with a tokenizer, or demo.")
+    model: str = Field(description="Hugging Face directory with a tokenizer, or (not for a draft layer) demo.")
     data: Path = Field(description='Text to train on: JSON lines with "text", or a prepared corpus.')
     output: Path = Field(description="Directory to create for the adapter, or for the model's files and a draft layer.")
     run: Path | None = Field(None, description="Directory for training state and log; makes the run resumable.")
@@ -43,7 +43,7 @@ class TrainingOptions(Settings):
 TrainingOptions.COMMON = tuple(TrainingOptions.model_fields)
 _OPTIONS = Options("options", TrainingOptions, "Training")
 _OF_SETTINGS = {"steps", "batch_size", "sequence_length", "compute_dtype", "rematerialize", "seed"}
-"""Those with the names of training settings."""
+"""Options that have the name of a training setting."""
 
 
 @with_options(_OPTIONS)

@@ -98,6 +98,7 @@ def test_sampling_of_the_operators():
     settings, _ = resolve_settings({}, {"override_generation_config": {"temperature": 0.5, "top_k": 3}})
     assert settings.default_sampling["temperature"] == 0.5
     assert settings.default_sampling["top_k"] == 3
+    assert resolve_settings({}, {"override_generation_config": ""})[0].override_generation_config == {}
     with pytest.raises(ConfigError, match="--override-generation-config: temperature"):
         resolve_settings({}, {"override_generation_config": {"temperature": -1}})
     assert ServerSettings.create().allowed_origins == ()
