@@ -45,8 +45,9 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Stores responses of `/v1/responses` in memory, from which conversations can continue: at most `most`, of at most
-    `most_bytes` together, limits that keys share. A larger response is not stored. Any thread may use it."""
+    """Stores responses of `/v1/responses` in memory, so that conversations can continue from them: at most `most`
+    responses of at most `most_bytes` together. Keys share these limits. A response larger than `most_bytes` is not
+    stored. Any thread may use the store."""
 
     def __init__(self, most: int, most_bytes: int) -> None:
         self.stored = FairLru[StoredResponse](most, most_bytes)

@@ -185,7 +185,7 @@ class Limits:
                 raise ApiError(415, f"the body must be application/json, but Content-Type is {kind or 'missing'}")
 
     async def _read(self, headers: Headers, receive: Receive, reserve: Callable[[int], None]) -> Receive:
-        """Reads the whole body, within its bounds, and reserves its bytes. Returns what passes it to the handler."""
+        """Reads the whole body, within its bounds, and reserves its bytes. Returns a `receive` that passes it on."""
         most, length = self._bounds.max_body_bytes, headers.get("content-length", "")
         too_large = ApiError(
             413, f"the body is larger than {most:,} bytes", code="body_too_large", headers={"Connection": "close"}

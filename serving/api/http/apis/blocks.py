@@ -49,7 +49,7 @@ class Blocks:
     def __init__(self) -> None:
         self.all: list[Block] = []
         self._open = False
-        """The last block is open."""
+        """Whether the last block is open."""
 
     def push(self, piece: AnswerPiece) -> Iterator[BlockChange]:
         """Yields the changes of a new piece."""

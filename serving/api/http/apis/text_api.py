@@ -220,8 +220,8 @@ async def _compile_grammar(context: Context, job: Job) -> None:
 
 
 async def _outputs(context: Context, job: Job, tally: UsageCounter) -> AsyncGenerator[ChoiceDelta, None]:
-    """Yields new output of all choices as it arrives; if the request is not live, the whole output of a choice once
-    those of its prompt are finished. Updates `tally`."""
+    """Yields new output of all choices as it arrives. If the request is not live, yields each choice as a whole, when
+    all choices of its prompt are finished. Updates `tally`."""
     streams = [_one(context, job, index) for index in range(len(job.prompts))]
     async with contextlib.aclosing(streaming.merge(streams)) as outputs:
         async for index, output in outputs:

@@ -37,7 +37,8 @@ _LONG, _ITEM_VALUES = 256, 20
 _SENT = 1 << 16
 """Bytes that are sent at once, at least."""
 _PIECE = 1 << 14
-"""Size of a part for `run`: making it takes about as long as tokenizing so many characters, so it is no long text."""
+"""Size of one part for `run`: making a part takes about as long as tokenizing so many characters. `run` does not count
+it as a long text."""
 
 
 def json_of(model: Any) -> bytes:
