@@ -102,7 +102,7 @@ EXACT = {
 }
 """Whose states are rounded every so many tokens, and so depend on nothing else."""
 LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 4, "max_initial_states": 2}
-INVARIANT_MODELS = ("joined", "experts", "kimi", "selective")
+INVARIANT_MODELS = (SAMPLED, "joined", "experts", "kimi", "selective")
 INVARIANT = {
     f"{name}, invariant {dtype}": Variant(name, {"schedule_invariant": True}, 0.0, 0.0, jnp.dtype(dtype))
     for name in (*INVARIANT_MODELS, "smallest")

@@ -105,7 +105,12 @@ FOR_ENGINES = {
         DeltaConfig(num_heads=4, head_dim=8, state_size=12, num_groups=2, conv_width=4, norm_eps=1e-5),
         ShortConvConfig(channels=ENGINE_HIDDEN, conv_width=3),
         attention=replace(
-            _ENGINE_ATTENTION, rope=RopeConfig(theta=100.0, size=4), qk_norm=QKNormConfig(1e-5), output_gate=True
+            _ENGINE_ATTENTION,
+            num_kv_heads=1,
+            scale=0.3,
+            rope=RopeConfig(theta=100.0, size=4),
+            qk_norm=QKNormConfig(1e-5),
+            output_gate=True,
         ),
         mlp=replace(_ENGINE_MLP, activation="silu", gated=True),
         mtp_pattern="*-",
