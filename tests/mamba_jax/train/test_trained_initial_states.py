@@ -16,14 +16,15 @@ from mamba_jax.train.additions import attach, initial_states, new_initial_states
 from tests.support.models.random_models import random_model
 from tests.support.models.tiny_configs import FOR_ENGINES
 
-FAMILIES = ["joined", *(pytest.param(name, marks=pytest.mark.full) for name in ("kimi", "lightning", "selective"))]
+SLOWER = ("windowed", "kimi", "lightning", "selective")
+FAMILIES = ["joined", *(pytest.param(name, marks=pytest.mark.full) for name in SLOWER)]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_training_starts_from_the_state_that_a_prefill_reads(name, tmp_path):
     # Without attention, a prefill that reads a slot does not depend on positions.
     config = FOR_ENGINES[name]
-    config = dataclasses.replace(config, pattern=re.sub("[*L]", "", config.pattern.replace("P", "M")), mtp_pattern="")
+    config = dataclasses.replace(config, pattern=re.sub("[*LW]", "", config.pattern.replace("P", "M")), mtp_pattern="")
     model, rng = random_model(config), np.random.default_rng(0)
     fresh = new_initial_states(config, windows=True)
     values = jax.tree.map(lambda value: jnp.asarray(rng.normal(size=value.shape), jnp.float32), fresh)
