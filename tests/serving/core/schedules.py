@@ -353,7 +353,8 @@ def run_seed(seed: int, kind: type[Run] = Run) -> Counter[str]:
 
 def run_seeds(run: Callable[[int], Counter[str]], seeds: Sequence[int], reached: Sequence[str] = ()) -> Counter[str]:
     """What the schedules, or traces, of these seeds meet together. All of `reached` must be in it."""
-    print("seeds", *seeds[:1], "to", *seeds[-1:])
+    assert seeds, "no seed to run"
+    print("seeds", seeds[0], "to", seeds[-1])
     met: Counter[str] = Counter()
     for seed in seeds:
         met += run(seed)

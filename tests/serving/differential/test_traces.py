@@ -62,7 +62,7 @@ def examples(request: pytest.FixtureRequest, per_trace: int, least: int) -> int:
 @pytest.mark.parametrize("shard", range(4))
 def test_traces(shard: int, request: pytest.FixtureRequest) -> None:
     """At least 700, which are 100 for each recurrence, where N is 20,000 or more."""
-    total = examples(request, 33, 0)
+    total = examples(request, 33, 4)
     total = max(total, 700) if total >= DEFAULT_EXAMPLES // 33 else total
     run_traces(shard * 1_000_000, total // 4, reached=REACHED if total >= 700 else ())
     for name in PROGRAMS:
@@ -115,11 +115,10 @@ def adapted(what: str, first: int, count: int, reached: Sequence[str], **more: A
 NEEDS_NATIVE = pytest.mark.skipif(WHY_MISSING is not None, reason=f"native operations: {WHY_MISSING}")
 
 
-def bits(model: str, dtype: str, count: int, *reached: str, tier: Any = FULL, **how: Any) -> Any:
+def bits(model: str, dtype: str, count: int, *reached: str, **how: Any) -> Any:
     """Of schedule-invariant engines: equal bits have no ties. Those of prompts are the training forward's."""
     name = f"{model}, invariant {dtype}"
-    marks = tier, NEEDS_NATIVE
-    what = ", ".join((name, *how))
+    what, marks = ", ".join((name, *how)), (FULL, NEEDS_NATIVE)
     return case(what, 70_000_000, count, ("cached_tokens", *reached), mark=marks, ties=0, model=name, **how)
 
 

@@ -149,7 +149,7 @@ def traffic(front, expected, count: int, **more) -> Outcomes:
     def one(number: int) -> tuple[str, str]:
         return ask(front.url, PROMPTS[number % len(PROMPTS)], **more)[0], expected[number % len(PROMPTS)]
 
-    outcomes = Outcomes().of(count, 6, one)
+    outcomes = Outcomes().of(count, 6, one, errors=(httpx.HTTPError, AssertionError))
     print(front.name, outcomes.line, outcomes.errors[:2])
     return outcomes
 

@@ -44,16 +44,18 @@ class Outcomes:
         counts = f"{len(self.errors)} ended with an error, {len(self.wrong)} wrong, {len(self.late)} hung"
         return f"{self.right} right, {counts}"
 
-    def of(self, count: int, at_once: int, ask: Callable[[int], tuple[Any, Any]]) -> Self:
+    def of(
+        self, count: int, at_once: int, ask: Callable[[int], tuple[Any, Any]], *, errors: tuple[type[Exception], ...]
+    ) -> Self:
         """Adds those of so many requests, some at once. `ask`: sends one by its number; its answer, and the right one.
-        Returns itself."""
+        `errors`: what a request may end with; others are raised. Returns itself."""
         lock = threading.Lock()
 
         def one(number: int) -> None:
             begin, found, right, error = time.monotonic(), None, None, ""
             try:
                 found, right = ask(number)
-            except (openai.APIError, httpx.HTTPError, AssertionError) as failure:
+            except errors as failure:
                 error = f"{type(failure).__name__}: {failure}"[:300]
             seconds = time.monotonic() - begin
             with lock:
@@ -184,7 +186,7 @@ class LoadedFleet(Fleet):
             prompt, length = random.Random(f"{seed} {number}").choice(list(self._right))
             return streamed(front or self.front, prompt, length, salt=f"{seed} {number}"), self._right[prompt, length]
 
-        return (outcomes or Outcomes()).of(count, at_once, one)
+        return (outcomes or Outcomes()).of(count, at_once, one, errors=(openai.APIError,))
 
     def leave(self, count: int, seed: int = 0) -> None:
         """Requests of clients that go away at some moment."""

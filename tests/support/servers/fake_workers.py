@@ -163,4 +163,5 @@ async def followed(servers, decode=("a", "b", "c"), **options):
         yield fleet, following
     finally:
         task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
