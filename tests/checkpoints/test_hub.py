@@ -50,7 +50,8 @@ def hub(tmp_path):
 def python(hub, home, *words, **more):
     """What a process of Python with these variables prints."""
     variables = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(home), **more}
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=ROOT, env=variables)
+    options = {"capture_output": True, "text": True, "cwd": ROOT, "env": variables, "timeout": 300}
+    done = subprocess.run([sys.executable, *words], **options)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

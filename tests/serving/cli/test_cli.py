@@ -51,6 +51,7 @@ def read_lines(path: Path) -> list[dict]:
         (["inspect", "--model", "{golden}", "--hf-overrides", '{{"model_type": "llama"}}'], "'llama' is not"),
         (["train", "--output", "x"], "give --config (a new model) or --model"),
         (["inspect", "--kernels", "--platform", "tpus"], "--platform must be cpu, gpu or tpu, got 'tpus'"),
+        (["levitate"], "no command 'levitate'"),
         # Words that are nearly right.
         (["serv"], "no command 'serv'; did you mean 'serve'?"),
         (["serve", "--max-model-length", "4"], "No such option: --max-model-length; did you mean '--max-model-len'?"),

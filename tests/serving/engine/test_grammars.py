@@ -91,7 +91,7 @@ def test_equal_grammars_are_compiled_once(grammars, monkeypatch):
     submit = grammars._trials.submit
     monkeypatch.setattr(grammars._trials, "submit", lambda *args: asked.append(args) or submit(*args))
     with ThreadPoolExecutor(8) as threads:
-        list(threads.map(grammars.start, [StructuredOutputs(regex="once|and for all")] * 8))
+        list(threads.map(grammars.start, [StructuredOutputs(regex="once|and for all")] * 8, timeout=60))
     assert len(asked) == 1
 
 

@@ -91,8 +91,9 @@ def test_pages_of_members_are_rounded_up_once():
     ],
 )
 def test_the_default_page_size_depends_on_the_platform_and_divides_the_state_block(platform, flags, page_size):
-    found = size(platform=platform, **flags)
-    assert found.page_size == page_size
+    found, config, padding = size(platform=platform, **flags), EngineConfig.create(**flags), HeadPadding.of(CONFIG, 1)
+    design = EngineDesign.of(config, padding, shards=1, platform=platform, weight_bytes=1)
+    assert found.page_size == design.scheduler(found).page_size == page_size
     assert found.bytes_per_page == SHAPE.bytes_per_page(page_size, jnp.float32)
 
 
