@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""What a change must pass: the lint, the README's own test command, then the full tier and random traffic.
+"""What a change must pass: the lint, the README's own test command, then the full tier, random traffic, and programs
+compiled for TPUs and GPUs.
 
 Everything that is needed is installed, the compilers for TPUs and GPUs and the documentation's builder included. A test
 that is skipped fails the run unless its reason is in SKIPS, and so does one that takes more than TEST_SECONDS. Prints
@@ -25,13 +26,17 @@ README_COMMAND = re.search(r"^python3 bootstrap.py test.*$", (ROOT / "README.md"
 TIERS = {
     "lint": "python3 bootstrap.py lint",
     "default": README_COMMAND and README_COMMAND[0],
-    "full": 'python3 bootstrap.py test -n 3 --full -m "(full or smoke) and not tier_1 and not fuzz"',
+    "full": "python3 bootstrap.py test -n 3 --full "
+    '-m "(full or smoke) and not tier_1 and not fuzz and not tpu_compile and not gpu_compile"',
     "traffic": "python3 bootstrap.py test -n 2 --dist=worksteal --full --examples 2000 -m fuzz",
+    "compiled": "python3 bootstrap.py test -n 3 --full "
+    '-m "(tpu_compile or gpu_compile) and not tier_1" tests/kernels_pallas tests/serving/capacity',
 }
 """In the full tier a process waits for its children a seventh of the time: three keep two cores busy. Nearly all
-traffic is in one file, whose cases share the compiled steps that tests store on disk.
+traffic is in one file, whose cases share the compiled steps that tests store on disk. Programs for TPUs and GPUs come
+last: they follow from the kernels and the compilers' versions, so they are what a slow machine leaves out first.
 """
-LATEST = {"traffic": 60}
+LATEST = {"traffic": 66, "compiled": 60}
 """Minutes after which a tier is not begun. On a machine so slow, run it by hand."""
 MINUTES = 85
 """After which the whole run is ended, with the stacks of all threads: CI itself ends at 90 and shows nothing."""
