@@ -145,15 +145,11 @@ def compile_step(
     return CompiledStep(program, programs.choice.report(), partition, states, pages)
 
 
-def kernels_are_not_tried() -> Any:
-    """Kernels are chosen without being compiled alone first: the program would not compile with one that fails."""
-    return mock.patch("kernels_pallas.dispatch._try", return_value=None)
-
-
 def measured(programs: SlicePrograms, batch: StepBatch, name: str = "step") -> MeasuredProgram:
     """Compiles the program of a batch and reads its text."""
     gpu = "xla_gpu_autotune_level" in programs.compiler_options
-    with kernels_are_not_tried():
+    # Kernels are not compiled alone first: the program does not compile with one that fails.
+    with mock.patch("kernels_pallas.dispatch._try", return_value=None):
         lowered = programs.lower(batch)
     with TemporaryDirectory() as dump:
         # Without LLVM's passes, the assembler would have twice as much to do.

@@ -1,6 +1,7 @@
 """Bounds on one connection, and on all of them together, over sockets, plain and with TLS."""
 
 import contextlib
+import functools
 import resource
 import shutil
 import signal
@@ -126,7 +127,8 @@ def test_trailers_without_end_are_bounded(server):
 
 def test_a_request_in_the_same_piece_as_a_refused_one_is_ignored(server):
     labels = {"path": "/ping", "status": "200"}
-    asked = lambda: server.context.metrics.registry.get_sample_value("mamba_jax_http_requests_total", labels)  # noqa: E731
+    registry = server.context.metrics.registry
+    asked = functools.partial(registry.get_sample_value, "mamba_jax_http_requests_total", labels)
     server.http.get("/ping")
     before, ping = asked(), b"GET /ping HTTP/1.1\r\nhost: x\r\n"
     assert raw(ping + b"x: " + b"y" * 70_000 + b"\r\n\r\n" + ping + b"\r\n")(server.url) == {0}

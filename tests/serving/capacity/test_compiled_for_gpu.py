@@ -58,7 +58,7 @@ def one_of_each(name):
 EVERY = [(name, one_of_each(name), "h200-1", drafts) for name in PRESETS for drafts in (0, 3)]
 REST = [slow(*case) for case in (*OTHER_MACHINES, *EVERY) if case not in FEW]
 SAMPLING, EXPERTS = FEW[0], FEW[2]
-"""One model's decode step also samples. That of the other one samples from its whole vocabulary, and a mixed step has
+"""One model's steps also sample. A decode step of the other one samples from its whole vocabulary, and a mixed step has
 its prefill."""
 
 
@@ -118,7 +118,8 @@ def test_decode_is_lean(model, pattern, topology, drafts):
 )
 def test_prefill_is_lean(model, pattern, topology, drafts):
     batch = PrefillBatch.empty(tokens=TOKENS, rows=2, tiles=TOKENS // TILE + 2, pages_per_row=64, tile_size=TILE)
-    program, store, kernels = compiled_for(model, pattern, topology, drafts, batch)
+    greedy = (model, pattern, topology, drafts) != SAMPLING
+    program, store, kernels = compiled_for(model, pattern, topology, drafts, batch, greedy=greedy)
     check(program, store)
     by_xla = ("recurrence_scan by xla", "paged_attention by xla")
     assert not [by for by in by_xla if by in kernels]
