@@ -2,9 +2,10 @@
 """What a change must pass: the lint, the README's own test command, then the full tier, random traffic, and programs
 compiled for TPUs and GPUs.
 
-Everything that is needed is installed, the compilers for TPUs and GPUs and the documentation's builder included. A test
-that is skipped fails the run unless its reason is in SKIPS, and so does one that takes more than TEST_SECONDS. Prints
-a table of tiers with the commit; the environment's CI_RECORD names a file that gets the same table.
+Everything that is needed is installed, the compilers for TPUs and GPUs and the documentation's builder included. Tests
+of kernels do not run again if nothing has changed since `passed.json` recorded their pass. A test that is skipped fails
+the run unless its reason is in SKIPS, and so does one that takes more than TEST_SECONDS. Prints a table of tiers with
+the commit; the environment's CI_RECORD names a file that gets the same table.
 """
 
 import contextlib
@@ -26,10 +27,10 @@ README_COMMAND = re.search(r"^python3 bootstrap.py test.*$", (ROOT / "README.md"
 TIERS = {
     "lint": "python3 bootstrap.py lint",
     "default": README_COMMAND and README_COMMAND[0],
-    "full": "python3 bootstrap.py test -n 3 --full "
+    "full": "python3 bootstrap.py test -n 3 --full --skip-recorded "
     '-m "(full or smoke) and not tier_1 and not fuzz and not tpu_compile and not gpu_compile"',
     "traffic": "python3 bootstrap.py test -n 2 --dist=worksteal --full --examples 2000 -m fuzz",
-    "compiled": "python3 bootstrap.py test -n 3 --full "
+    "compiled": "python3 bootstrap.py test -n 3 --full --skip-recorded "
     '-m "(tpu_compile or gpu_compile) and not tier_1" tests/kernels_pallas tests/serving/capacity',
 }
 """In the full tier a process waits for its children a seventh of the time: three keep two cores busy. Nearly all
@@ -49,6 +50,7 @@ SKIPS = {
     "programs": r"Chromium|kubectl|hadolint|openssl|curl",
     "cases that do not exist": r"power of two|the interpreter|groups only|states of 16 bits|does not run this",
     "slow cases": r"run with --slow",
+    "recorded passes": r"since its pass in \.ci/passed\.json",
 }
 """Reasons for which CI may skip a test."""
 TEST_LIMIT = f"-o faulthandler_timeout={TEST_SECONDS} -o faulthandler_exit_on_timeout=true"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import cpu_options
+from tests.support import cpu_options, recorded_passes
 from tests.support.lowering import forget_contexts, share_contexts
 from tests.support.replaced import count_replacements
 from tests.support.selection import full_tier, ignored, select
@@ -52,6 +52,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run all tests, those marked slow included")
     parser.addoption("--examples", type=int, help="how many schedules the fuzz tests draw in all")
     parser.addoption("--minutes", type=float, default=60.0, help="how long each soak test of faults runs")
+    parser.addoption("--skip-recorded", action="store_true", help="skip tests of kernels that .ci/passed.json has")
+    parser.addoption("--record-passes", action="store_true", help="write what passes to .ci/passed.json")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -59,6 +61,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.examples = 20_000 if full_tier(config) else 400
     if not hasattr(config, "workerinput"):
         _bound_cache()
+        if config.option.record_passes:
+            config.pluginmanager.register(recorded_passes.PassRecorder(config))
     if full_tier(config):
         _check_annotations()
     if cpu_options.EXIST and not CHOSEN_BY_USER and cpu_options.PATIENT not in os.environ["XLA_FLAGS"]:
@@ -79,6 +83,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     select(config, items)
+    if config.option.skip_recorded:
+        recorded_passes.skip_recorded(items)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
