@@ -1,6 +1,5 @@
 """Prefill and decode through the step, against whole sequences; splits, packing, padding, seats."""
 
-import dataclasses
 import itertools
 
 import jax
@@ -11,7 +10,6 @@ from mamba_jax.batch import DecodeBatch, PrefillBatch
 from mamba_jax.programs import StepPrograms
 from tests.support.fleets.step_host import (
     DECODE_ROWS,
-    PAGE,
     PAGES_PER_ROW,
     PREFILL_ROWS,
     PREFILL_TOKENS,
@@ -26,32 +24,11 @@ from tests.support.models.random_models import long_memory_model
 from tests.support.models.tiny_configs import STEP, VOCAB
 
 PROMPT = tuple(int(t) for t in np.random.default_rng(0).integers(0, VOCAB, 40))
-NO_ATTENTION = dataclasses.replace(STEP, pattern="M-M", attention=None)
 
 
 def prompts(*lengths):
     rng = np.random.default_rng(1)
     return [tuple(int(t) for t in rng.integers(0, VOCAB, n)) for n in lengths]
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize(("config", "num_drafts"), [(STEP, 3), (NO_ATTENTION, 0)], ids=["hybrid", "no attention"])
-def test_prefill_then_decode_by_hand(config, num_drafts):
-    """What the library's user does: prefill a prompt, then decode token by token."""
-    host = Host(config, num_drafts=num_drafts)
-    prompt, want = list(PROMPT[:11]), greedy(PROMPT[:11], 6, config)
-    host.seat(1, logprobs=3)
-    out = host.prefill({"tokens": prompt, "write": 1})
-    tokens, logprobs = [int(out.tokens[0, 0])], [float(out.logprobs[0, 0])]
-    for step in range(5):
-        # The read slot is written at once: its row reads first.
-        out = host.decode({"tokens": tokens[-1:], "c": 11 + step, "read": 1, "writes": [1]})
-        tokens.append(int(out.tokens[0, 0]))
-        logprobs.append(float(out.logprobs[0, 0]))
-    assert tokens == want
-    expected = expected_logprobs(prompt + want, config)[10:-1]
-    np.testing.assert_allclose(logprobs, expected[np.arange(6), want], atol=1e-4)
-    assert_holds(host, 1, prompt + want[:-1])
 
 
 def test_rows_of_odd_lengths_packed_together_equal_each_alone():
@@ -83,17 +60,6 @@ def test_any_split_of_a_prompt_equals_one_prefill(cuts):
         assert_holds(host, 4 + i, prompt[:end])
         assert_holds(host, 1, other)
     np.testing.assert_allclose(host.logprobs(4 + len(cuts)), expected_logprobs(prompt)[-1], atol=1e-4)
-
-
-def test_states_at_tile_ends_inside_a_chunk():
-    host = Host()
-    host.prefill({"tokens": PROMPT[:5], "write": 1})
-    out = host.prefill({"tokens": PROMPT[5:30], "c": 5, "read": 1, "writes": [2, 0, 4, 5]})
-    for slot, n in ((1, 5), (2, 8), (4, 24), (5, 30)):
-        assert_holds(host, slot, PROMPT[:n])
-    assert int(host.rows.slot[1]) == 5
-    assert np.isnan(host.slot(3)[0]).all()
-    assert not out.tag_error
 
 
 def test_rows_of_every_class_in_one_decode_step():
@@ -130,57 +96,6 @@ def test_rows_of_every_class_in_one_decode_step():
     assert_holds(host, 20, (*c, want[2]))
 
 
-def test_continuing_rows_need_nothing_from_the_host():
-    """Steps are dispatched without looking at results; seats keep what the next step needs."""
-    rows = prompts(3, 8)
-    host = Host()
-    first = host.prefill(*({"tokens": tokens, "write": i + 1} for i, tokens in enumerate(rows)))
-    out = [host.decode(*({"continues": True, "writes": [i + 1]} for i in range(2))) for _ in range(5)]
-    for i, tokens in enumerate(rows):
-        assert [int(o.tokens[i, 0]) for o in (first, *out)] == greedy(tokens, 6)
-
-
-def test_fresh_rows_start_from_zeros_or_their_initial_slot():
-    """Rows with c = 0, by prefill and by decode. Slot 0, which holds NaN here, is zeros; another slot is read."""
-    host = Host()
-    host.prefill({"tokens": PROMPT[:2], "write": 1}, {"tokens": PROMPT[:3], "write": 2})
-    assert_holds(host, 1, PROMPT[:2])
-    assert_holds(host, 2, PROMPT[:3])
-    host.decode({"tokens": PROMPT[:1], "c": 0, "writes": [6]})
-    assert_holds(host, 6, PROMPT[:1])
-    zeros = jax.tree.map(lambda leaf: leaf.at[4].set(0), (host.store.slots, host.store.hidden, host.store.tags))
-    host.store = dataclasses.replace(host.store, **dict(zip(("slots", "hidden", "tags"), zeros, strict=True)))
-    host.prefill({"tokens": PROMPT[:3], "read": 4, "write": 3})
-    assert_holds(host, 3, PROMPT[:3])
-    host.store = dataclasses.replace(host.store, slots=jax.tree.map(lambda leaf: leaf.at[4].add(1), host.store.slots))
-    host.prefill({"tokens": PROMPT[:3], "read": 4, "write": 3}, {"tokens": PROMPT[:3], "write": 2})
-    assert not all(map(np.allclose, host.slot(3), host.slot(2)))
-    host.decode({"tokens": [PROMPT[0]], "c": 0, "read": 4, "writes": [5]})
-    for c in (1, 2):
-        host.decode({"tokens": [PROMPT[c]], "c": c, "read": 5, "writes": [5]})
-    for decoded, prefilled in zip(host.slot(5), host.slot(3), strict=True):
-        np.testing.assert_allclose(decoded, prefilled, atol=1e-4)
-    # A slot that holds tokens is no initial state.
-    assert host.prefill({"tokens": PROMPT[:3], "read": 2, "write": 7}).tag_error
-
-
-def test_pages_are_copied_before_they_are_written():
-    """Two rows go on from one prompt that ends inside a page; each has its own copy of that page."""
-    host = Host()
-    prompt = PROMPT[: 2 * PAGE + 2]
-    host.prefill({"tokens": prompt, "write": 1})
-    tokens, at = [(11, 12, 13), (14, 15)], host.table(0)[2]
-    page = np.asarray(host.store.kv[0][at])
-    own = [{"tokens": t, "writes": [0] * (len(t) - 1) + [2 + i]} | host.sharing(1 + i, 2) for i, t in enumerate(tokens)]
-    host.decode(*(row | {"c": len(prompt), "read": 1} for row in own))
-    for i, t in enumerate(tokens):
-        assert_holds(host, 2 + i, (*prompt, *t))
-    np.testing.assert_array_equal(host.store.kv[0][at], page)
-    # The same through prefill.
-    host.prefill({"tokens": tokens[0], "c": len(prompt), "read": 1, "write": 9} | host.sharing(3, 2))
-    assert_holds(host, 9, (*prompt, *tokens[0]))
-
-
 def test_tags_catch_a_slot_that_holds_something_else():
     host = Host()
     host.prefill({"tokens": PROMPT[:9], "write": 1})
@@ -188,6 +103,7 @@ def test_tags_catch_a_slot_that_holds_something_else():
     assert host.decode(step | {"c": 8, "read": 1}).tag_error
     assert host.decode(step | {"c": 9, "read": 3}).tag_error
     assert host.decode(step | {"c": 9, "read": 0}).tag_error
+    assert host.prefill({"tokens": [1], "read": 1, "write": 7}).tag_error  # of a row without tokens
     assert host.prefill({"tokens": [1, 2], "c": 8, "read": 1, "write": 2}).tag_error
     assert not host.prefill({"tokens": [1, 2], "c": 9, "read": 1, "write": 2}).tag_error
     assert host.store.tags[2].tolist() == [5, 11]  # written five times, holds eleven tokens

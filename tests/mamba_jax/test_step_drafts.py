@@ -186,32 +186,6 @@ def test_windows_reach_over_the_anchor(length):
     assert anchor(host)[1] == (length + 12) // R * R
 
 
-def test_a_new_tenant_sees_nothing_of_the_last_one():
-    """The tail is full of the last tenant's inputs, at the very positions that the new one has."""
-    host, _ = anchored(prompt=PROMPT[::-1])
-    for step in range(9):
-        host.decode({"continues": True, "writes": [2 + step]})
-    host, want = anchored(host)
-    for step in range(9):
-        assert host.decode({"continues": True, "writes": [20 + step]}).tokens[0, 0] == want[step + 1]
-
-
-def test_rows_share_an_anchor_and_nothing_else():
-    """Two rows go on from one checkpoint, one after a token of its own; both leave it as it is."""
-    host, want = anchored()
-    checkpoint = host.slot(1)
-    mate, shared = {"row_id": 2, "writes": [9]}, host.sharing(1, 3)
-    first = {"tokens": [want[0]], "c": len(PROMPT), "read": 1}
-    host.decode({"continues": True, "writes": [8]}, mate | first | shared)
-    for step in range(1, 5):
-        own = {"continues": True, "writes": [8]}
-        out = host.decode(own, own | mate | {"table": shared["table"]})
-        assert out.tokens[:2, 0].tolist() == [want[step + 1]] * 2
-    jax.tree.map(np.testing.assert_array_equal, host.slot(1), checkpoint)
-    assert anchor(host, 1) == (8, 16, 18)
-    assert anchor(host, 2) == (9, 16, 18)
-
-
 def test_the_host_may_name_anchor_and_tokens():
     """A row that does not continue: what the host says counts, and the tail is there."""
     host, want = anchored()
