@@ -11,8 +11,7 @@ from mamba_jax.config import MLP, MOE
 from mamba_jax.model import parameters
 from tests.support.models.golden_case import FIXTURES, TO_HUGGING_FACE, Case, adapted_logits
 
-NAMES = sorted(path.parents[1].name for path in FIXTURES.glob("*/adapter/logprobs.npz"))
-PROMPT = 4
+ADAPTERS = sorted((path.parents[1].name, path.parent.name) for path in FIXTURES.glob("*/*/logprobs.npz"))
 MIXERS_ONLY = ("qwen3next-dense",)
 """See `golden/make_adapters.py`."""
 
@@ -20,15 +19,8 @@ MIXERS_ONLY = ("qwen3next-dense",)
 @pytest.mark.parametrize(
     ("name", "folder"),
     [
-        *(
-            (path.parents[1].name, folder)
-            for folder in ("dora", "saved")
-            for path in sorted(FIXTURES.glob(f"*/{folder}/logprobs.npz"))
-        ),
-        *(
-            pytest.param(name, "adapter", marks=() if RECIPES[name].steps == "default" else pytest.mark.full)
-            for name in NAMES
-        ),
+        pytest.param(name, kind, marks=[pytest.mark.full] * (kind == "adapter" and RECIPES[name].steps != "default"))
+        for name, kind in ADAPTERS
     ],
 )
 def test_every_adapted_layer_says_what_peft_says(name, folder):
@@ -44,7 +36,7 @@ def test_every_adapted_layer_says_what_peft_says(name, folder):
     stacks = Adapters(case.model, count=1, rank=4, magnitudes=folder == "dora", tables=folder == "saved")
     values = {path: leaf[...] for path, leaf in parameters(case.model).items()}
     stacks.put(1, stacks.entry_of(adapter.layers, adapter.magnitudes, adapter.tables), values)
-    run = adapted_logits(case.model, stacks, case.prompts[PROMPT][None], np.ones(1, np.int32))
+    run = adapted_logits(case.model, stacks, case.prompts[4][None], np.ones(1, np.int32))
     found = np.asarray(jax.nn.log_softmax(run(stacks.arrays)[0]))
     with np.load(directory / "logprobs.npz") as golden:
         positions, ids, expected = golden["positions"], golden["ids"], golden["logprobs"]
