@@ -4,7 +4,6 @@ The multi-token-prediction layer within steps, and n-grams against their definit
 
 import dataclasses
 import functools
-from contextlib import nullcontext
 
 import jax
 import numpy as np
@@ -107,12 +106,11 @@ def assert_block_drafts(name, host, seat, tokens, table, count=3):
 
 ENDED = []
 """Chances of drafts that were not made."""
-DEFAULT = ("eagle3", "dflash")
-"""One of each kind; the others run with `--full`."""
 
 
+# By default, one of each kind.
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.full) for name in CONFIGS]
+    "name", [pytest.param(name, marks=() if name in ("eagle3", "dflash") else pytest.mark.full) for name in CONFIGS]
 )
 def test_drafts_and_what_they_leave_behind(name):
     """Prompts of 13 tokens in chunks, alone and packed; drafts right and wrong; a prompt's end found in the cache."""
@@ -156,21 +154,6 @@ def test_drafts_and_what_they_leave_behind(name):
     assert bool(ENDED) == (name == "dspark")
 
 
-@pytest.mark.full
-@pytest.mark.smoke
-@pytest.mark.parametrize("name", EAGLES)
-def test_logits_equal_those_of_the_definition(name):
-    model, tokens = model_of(name), np.array(PROMPT)
-    layout = SequenceLayout.of(1, len(PROMPT))
-    read = np.asarray(jax.jit(lambda model: model.draft_input(model.run(tokens, layout, None)[0]))(model))
-    np.testing.assert_allclose(read, read_by_drafter(name, PROMPT), atol=1e-4)
-    previous = np.concatenate([np.full((1, read.shape[1]), 1e3, np.float32), read[:-1]])
-    ours = jax.jit(lambda model: model.draft_logits(model.draft(tokens, previous, layout, None)[0]))(model)
-    pairs = list(zip(read, PROMPT[1:], strict=False))
-    expected = eagle(drafters.weights(values_of(name)), CONFIGS[name].drafter, pairs)[1]
-    np.testing.assert_allclose(ours[1:], expected, atol=1e-3)
-
-
 def test_the_target_computes_what_it_does_without_a_drafter():
     model = model_of("eagle3")
     tokens = np.array([PROMPT])
@@ -179,35 +162,8 @@ def test_the_target_computes_what_it_does_without_a_drafter():
     np.testing.assert_array_equal(model(tokens), alone(tokens))
 
 
-def _without_features(store, table):
-    return dataclasses.replace(store, hidden=store.hidden.at[1, STEP.hidden_size :].set(0))
-
-
-def _without_a_key(store, table):
-    kv = store.kv[-1].at[table[0], 2].set(0)
-    return dataclasses.replace(store, kv=(*store.kv[:-1], kv))
-
-
-@pytest.mark.parametrize("spoil", [None, _without_features, _without_a_key])
-def test_what_is_kept_between_steps_matters(spoil):
-    """A slot without what the drafter reads, and a page without one of its keys, show in the next step."""
-    host = host_of("eagle3")
-    host.seat(1)
-    host.prefill({"row_id": 1, "tokens": PROMPT[:5], "write": 1, "sample": False})
-    if spoil is not None:
-        host.store = spoil(host.store, host.table(0))
-    out = host.prefill({"row_id": 1, "tokens": PROMPT[5:], "c": 5, "read": 1, "write": 2})
-    with nullcontext() if spoil is None else pytest.raises(AssertionError):
-        assert_eagle_drafts("eagle3", host, 1, [*PROMPT, int(out.tokens[0, 0])], host.table(0))
-
-
 def decode_batch(drafts, rows=DECODE_ROWS):
     return DecodeBatch.empty(rows=rows, num_speculative_tokens=drafts, pages_per_row=PAGES_PER_ROW)
-
-
-@pytest.mark.full
-def test_the_drafter_updates_the_store_in_place():
-    host_of("eagle3").assert_updated_in_place(decode_batch(3))
 
 
 WITH_MTP = dataclasses.replace(STEP, mtp_pattern="*-")
@@ -232,9 +188,10 @@ def test_the_layer_may_have_tables_of_its_own():
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("drafts", [3, 0], ids=["wide", "narrow"])
-def test_the_draft_layer_updates_the_store_in_place(drafts):
-    Host(WITH_MTP, source=MTPDrafts()).assert_updated_in_place(decode_batch(drafts))
+@pytest.mark.parametrize(("source", "drafts"), [("mtp", 3), ("mtp", 0), ("eagle3", 3)])
+def test_drafting_updates_the_store_in_place(source, drafts):
+    host = Host(WITH_MTP, source=MTPDrafts()) if source == "mtp" else host_of(source)
+    host.assert_updated_in_place(decode_batch(drafts))
 
 
 def test_without_drafts_a_step_is_what_it_would_be_without_a_draft_layer():

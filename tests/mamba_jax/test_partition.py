@@ -90,11 +90,6 @@ def test_what_does_not_divide_is_refused(name, shards, message):
         Partition.of(load_config(name), shards)
 
 
-def test_too_few_devices_are_refused():
-    with pytest.raises(ModelConfigError, match="JAX sees 8 cpu"):
-        make_mesh(9)
-
-
 HIDDEN = 32
 ATTENTION = AttentionConfig(num_heads=20, num_kv_heads=4, head_dim=8, scale=0.3, input_size=HIDDEN)
 CONFIG = HybridConfig(

@@ -104,16 +104,6 @@ def filled(batch):
 
 
 @pytest.mark.parametrize("name", BATCHES)
-def test_a_program_sees_the_same_arrays(name):
-    batch = filled(BATCHES[name])
-    found = jax.jit(Packing.of(batch).unpack)(pack(batch))
-    assert jax.tree.structure(found) == jax.tree.structure(batch)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(batch), strict=True):
-        assert one.dtype == other.dtype
-        np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.parametrize("name", BATCHES)
 def test_an_empty_batch_is_packed_already(name):
     batch = filled(BATCHES[name])
     assert pack(batch) is batch.row_id.base

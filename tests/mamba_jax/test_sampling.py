@@ -224,18 +224,6 @@ def test_drafts_leave_the_distribution_as_it_was(num_drafts, parameters):
             assert abs(rate - p) < 4 * np.sqrt(p * (1 - p) / there.sum()) + 1e-9
 
 
-def test_logprobs_are_reported_to_those_who_ask():
-    logits = np.random.default_rng(4).normal(size=(2, 3, VOCAB)).astype(np.float32)
-    tokens = np.array([[1, 5, -1], [2, -1, -1]])
-    want = np.log(np.exp(logits) / np.exp(logits).sum(-1, keepdims=True))
-    for wanted, with_top in ((0, False), (4, True)):
-        token, ids, top, _ = jax.jit(report_logprobs)(logits, tokens, jnp.array([[wanted] * 3, [-1] * 3]))
-        np.testing.assert_allclose(token[0, :2], want[0, [0, 1], [1, 5]], rtol=1e-5)
-        if with_top:
-            np.testing.assert_array_equal(ids[0, 0], np.argsort(-want[0, 0])[:20])
-            np.testing.assert_allclose(top[0, 1], np.sort(want[0, 1])[::-1][:20], rtol=1e-5)
-
-
 def test_the_most_likely_of_many_with_ties():
     # Blocks with equal maxima, and more of the same value within them than are asked for: the first of equals.
     logits = np.random.default_rng(6).integers(0, 4, (2, 5000)).astype(np.float32)

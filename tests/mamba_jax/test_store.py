@@ -9,7 +9,6 @@ import pytest
 
 from mamba_jax.config import AttentionConfig, HybridConfig, MambaConfig
 from mamba_jax.rounding import NarrowDtype
-from mamba_jax.rows import init_rows
 from mamba_jax.store import StoreShape, init_store, store_bytes
 
 CONFIG = HybridConfig(
@@ -48,16 +47,6 @@ def test_the_null_slot_and_page_are_not_enough():
         with pytest.raises(ValueError, match=message):
             init_store(HYBRID, num_slots=slots, num_pages=pages, page_size=4, dtype=jnp.float32)
     init_store(NO_ATTENTION, num_slots=2, num_pages=0, page_size=4, dtype=jnp.float32)
-
-
-def test_rows():
-    rows = init_rows(11, max_num_seqs=4, num_speculative_tokens=3)
-    assert rows.length.shape == rows.slot.shape == rows.last_token.shape == (5,)
-    assert rows.output_counts.shape == rows.prompt_seen.shape == (5, 11)
-    assert (rows.drafts == -1).all()
-    assert rows.drafts.shape == (5, 3)
-    assert (rows.sampling.temperature == 0).all()
-    assert (rows.sampling.stop_ids == -1).all()
 
 
 KINDS = ("bfloat16", "float16", "int8")

@@ -42,15 +42,6 @@ def test_advantages_compare_within_a_group():
     np.testing.assert_allclose(found, [[1, -1], [0, 0]], atol=1e-3)
 
 
-@pytest.mark.full
-def test_log_probabilities_are_those_of_each_sequence_alone(values):
-    model, given = build(CONFIG, values, jnp.float32), answers(values)
-    for row, length in enumerate(given.lengths):
-        tokens = given.tokens[row : row + 1, :length]
-        alone = jax.nn.log_softmax(model(tokens))[0, jnp.arange(length - 1), tokens[0, 1:]]
-        np.testing.assert_allclose(given.logprobs[row, : length - 1], alone, atol=1e-5)
-
-
 def test_the_loss_by_hand(values):
     given = answers(values)
     loss, parts = loss_of(values, given)
