@@ -150,8 +150,6 @@ def test_an_empty_config_has_the_defaults_of_transformers(model_type):
 
 
 NEMOTRON = {"model_type": "nemotron_h", "intermediate_size": 64}
-
-
 ROPE = {"model_type": "falcon_h1", "head_dim": 24}
 BAMBA = {"model_type": "bamba", "head_dim": 24}
 LAYERS = ["linear_attention", "mlp", "full_attention", "moe"]
@@ -234,6 +232,9 @@ STEP_LIMITS = [
         ({**LING, **ONE_LAYER, "layer_group_size": "x"}, {"pattern": "D-"}),
         ({"model_type": "kimi_linear", **ONE_LAYER, "mlp_layer_types": ["dense"], "first_k_dense_replace": "x"},
          {"pattern": "D-"}),
+        # Norms of latents have an epsilon of their own.
+        *(({"model_type": one, "rms_norm_eps": 1e-3}, {"norm_eps": 1e-3, "latent_attention.norm_eps": 1e-6})
+          for one in ("kimi_linear", "bailing_hybrid")),
     ],
 )  # fmt: skip
 def test_what_a_config_says(fields, found):
@@ -243,12 +244,6 @@ def test_what_a_config_says(fields, found):
         letter, _, field = name.partition(".")
         owner = config.recurrence(letter) if len(letter) == 1 else config
         assert attrgetter(field if len(letter) == 1 else name)(owner) == value, name
-
-
-@pytest.mark.parametrize("model_type", ["kimi_linear", "bailing_hybrid"])
-def test_norms_of_latents_have_an_epsilon_of_their_own(model_type):
-    config = families.config_from_hf({"model_type": model_type, "rms_norm_eps": 1e-3})
-    assert (config.norm_eps, config.latent_attention.norm_eps) == (1e-3, 1e-6)
 
 
 def test_kimi_in_the_words_of_transformers_and_of_its_makers():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from checkpoints.quantized.rounding import Rounding
 from kernels_pallas.quantized import Quantized
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.sharding import Partition
@@ -23,16 +24,11 @@ dequantize = jax.jit(Quantized.dequantize)
 
 def narrow(path, weight, *, by_groups):
     """A weight in int8, as parameters by path; and what they stand for."""
-    weight = np.asarray(weight, np.float32)
-    *lead, outputs, inputs = weight.shape
-    groups = 2 if by_groups and inputs % 2 == 0 else 1
-    split = weight.reshape(*lead, outputs, groups, inputs // groups)
-    scale = np.abs(split).max(-1, keepdims=True) / 127
-    values = np.rint(split / scale).astype(np.int8).reshape(weight.shape)
-    scale = np.swapaxes(scale[..., 0], -1, -2)
-    parts = (
-        {"values": values, "group_scale": scale} if by_groups else {"values": values, "channel_scale": scale[..., 0, :]}
-    )
+    inputs = weight.shape[-1]
+    group = inputs // (2 if inputs % 2 == 0 else 1) if by_groups else 0
+    parts = Rounding("int8", group).round(np.asarray(weight, np.float32))
+    if by_groups:
+        del parts["channel_scale"]  # ones
     parts = {name: jnp.asarray(value) for name, value in parts.items()}
     return {f"{path}.{name}": value for name, value in parts.items()}, dequantize(Quantized(**parts))
 

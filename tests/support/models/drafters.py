@@ -224,10 +224,9 @@ def _written(folder: Path, tensors: dict[str, np.ndarray], config: dict[str, Any
 class _DrafterTensors:
     """Random tensors of a drafter with Llama's or Qwen3's layers, and its fields of config.json."""
 
-    heads, kv_heads, middle = 4, 2, 24
+    heads, kv_heads, middle, head_dim = 4, 2, 24, 6
 
-    def __init__(self, target: HybridConfig, seed: int, head_dim: int = 6) -> None:
-        self.head_dim = head_dim
+    def __init__(self, target: HybridConfig, seed: int) -> None:
         self.rng, self.size = np.random.default_rng(seed), target.hidden_size
         self.fields = {
             "hidden_size": self.size, "intermediate_size": self.middle, "num_attention_heads": self.heads,
@@ -250,9 +249,9 @@ class _DrafterTensors:
         return found | {f"{name}.{norm}_layernorm.weight": self.norm() for norm in ("input", "post_attention")}
 
 
-def write_eagle(folder: Path, target: HybridConfig, *, form: str = "eagle", seed: int = 0, head_dim: int = 6) -> Path:
+def write_eagle(folder: Path, target: HybridConfig, *, form: str = "eagle", seed: int = 0) -> Path:
     """Writes a random EAGLE-3 drafter in one of the two published forms."""
-    made, vocab = _DrafterTensors(target, seed, head_dim), target.vocab_size // 2
+    made, vocab = _DrafterTensors(target, seed), target.vocab_size // 2
     layer = "midlayer" if form == "eagle" else "layers.0"
     tensors = {
         "fc.weight": made.matrix(made.size, 3 * made.size), "lm_head.weight": made.matrix(vocab, made.size),
@@ -266,9 +265,9 @@ def write_eagle(folder: Path, target: HybridConfig, *, form: str = "eagle", seed
     return _written(folder, tensors, own | {"architectures": ["Eagle3DraftModel"]})
 
 
-def write_block(folder: Path, target: HybridConfig, *, method: str, seed: int = 0) -> Path:
+def write_block(folder: Path, target: HybridConfig, *, method: str) -> Path:
     """Writes a random DFlash, DFlash 2 or DSpark drafter with two layers, as published."""
-    made, rank = _DrafterTensors(target, seed), 5
+    made, rank = _DrafterTensors(target, seed=0), 5
     tensors = {"fc.weight": made.matrix(made.size, 2 * made.size)}
     tensors |= {f"{name}.weight": made.norm() for name in ("hidden_norm", "norm")}
     for layer in ("layers.0", "layers.1"):

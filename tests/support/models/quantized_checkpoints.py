@@ -1,12 +1,11 @@
 """Tiny random checkpoints with quantized weights, as their makers write them, and the wide checkpoints they stand for.
 
 Written from the formats' published definitions, element by element where bits are packed; nothing of the readers is
-used. Run as a script, it writes the mixed checkpoint: `python -m tests.support.models.quantized_checkpoints DIRECTORY`.
+used.
 """
 
 import json
 import re
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from checkpoints.random import random_tensors, write_random
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 E4M3, E2M1, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.float4_e2m1fn, ml_dtypes.bfloat16
 F32 = np.float32
+SEED = 3
 Tensors = dict[str, np.ndarray]
 StepHidden = tuple[Tensors, np.ndarray]
 """A module's tensors by suffix, and the weight [*lead, out, in] that they stand for."""
@@ -240,7 +240,6 @@ def write_quantized(
     formats: Mapping[str, Format],
     description: Mapping[str, Any],
     *,
-    seed: int = 3,
     kv_scales: float | None = None,
 ) -> tuple[Path, Path]:
     """A checkpoint with some modules quantized, and the wide one that it stands for (float32).
@@ -250,12 +249,11 @@ def write_quantized(
         hf_config: of the model.
         formats: by regular expression (full match) of a module's name; other modules stay wide.
         description: quantization_config.
-        seed: of the weights.
         kv_scales: what attention's scales of cached keys and values are; None: it has none.
     """
     stored: Tensors = {}
     wide: Tensors = {}
-    for name, value in sorted(random_tensors(hf_config, seed).items()):
+    for name, value in sorted(random_tensors(hf_config, SEED).items()):
         module = name.removesuffix(".weight")
         if kv_scales is not None and module.endswith(("k_proj", "v_proj")):
             stored[f"{module}.{module[-6]}_scale"] = np.asarray(kv_scales, F32)
@@ -267,7 +265,7 @@ def write_quantized(
         stored |= {f"{module}.{suffix}": part for suffix, part in parts.items()}
     for kind_of, content, extra in (("narrow", stored, {"quantization_config": dict(description)}), ("wide", wide, {})):
         folder = directory / kind_of
-        write_random(folder, hf_config, seed=seed)
+        write_random(folder, hf_config, seed=SEED)
         fields = {**hf_config, **extra, "dtype": "bfloat16"}
         (folder / "config.json").write_text(json.dumps(fields, indent=1))
         save_file({k: np.ascontiguousarray(v) for k, v in content.items()}, folder / "model.safetensors")
@@ -279,7 +277,3 @@ def write_mixed(directory: Path) -> tuple[Path, Path]:
     hf_config = config_of("moe")
     description = mixed_description(set(random_tensors(hf_config)))
     return write_quantized(directory, hf_config, MIXED_FORMATS, description)
-
-
-if __name__ == "__main__":
-    print(write_mixed(Path(sys.argv[1]))[0])
