@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from checkpoints import load_model
 from mamba_jax import families
 from mamba_jax.drafts import NGramDrafts
+from mamba_jax.layout import SequenceLayout
 from mamba_jax.programs import StepPrograms
 from serving.capacity.plan import make_plan
 from serving.capacity.targets import target
@@ -24,7 +26,9 @@ from serving.engine.requests.sampling_params import SamplingParams
 from serving.split.decode_side import DecodeSide
 from serving.split.prefill_side import ONCE, PrefillSide, fed_tokens
 from serving.split.worker import Worker
+from tests.extending.average import reference
 from tests.extending.family import FAMILY
+from tests.extending.mixer import AVERAGE
 from tests.support.engines.engines import QUICK_COMPILE, finish
 from tests.support.fleets.split_pair import DirectTransport
 from tests.support.models.golden_case import chosen_logprobs, log_probs
@@ -79,6 +83,16 @@ def assert_expected(directory, output):
     own = said[np.arange(10), choice.token_ids]
     assert (said.max(axis=1) - own < 1e-4).all()
     np.testing.assert_allclose(chosen_logprobs(choice), own, atol=1e-4)
+
+
+def test_the_operation_equals_its_definition():
+    """Of whole sequences: engines compare tiles and steps with these."""
+    rng = np.random.default_rng(0)
+    x, rate = rng.standard_normal((11, 2, 3)).astype(np.float32), np.float32([0.1, 0.7])
+    dt = np.ones((11, 2), np.float32)
+    y, _ = reference.average(x, dt, rate, np.zeros((2, 3)))
+    whole, _ = SequenceLayout.of(1, 11).run(AVERAGE, (jnp.asarray(x), jnp.asarray(dt)), (jnp.asarray(rate),), None)
+    np.testing.assert_allclose(whole, y, atol=1e-5)
 
 
 def test_a_taken_name_is_refused():

@@ -23,6 +23,7 @@ from tests.support.models.tiny_training import NO_DRAFTS
 CONFIGS = pytest.mark.parametrize("config", [EVERYTHING, SHARED], ids=["everything", "shared"])
 LENGTH = 19
 
+
 # These programs run once or twice: most of their time would go to making them fast.
 QUICK = functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
 
@@ -42,6 +43,18 @@ def tokens_of():
 
 
 FULL = np.array([LENGTH, LENGTH], np.int32)
+
+
+@CONFIGS
+def test_padding_does_not_matter(config):
+    tokens, lengths = tokens_of(), np.array([LENGTH, 7], np.int32)
+    padded = tokens.copy()
+    padded[1, 7:] = (tokens[1, 7:] + 5) % VOCAB
+    unpadded = np.asarray(scorer(config)(tokens, FULL))
+    first, second = (np.asarray(scorer(config)(t, lengths)) for t in (tokens, padded))
+    np.testing.assert_array_equal(first[1, :7], second[1, :7])
+    np.testing.assert_array_equal(first[0], second[0])
+    np.testing.assert_allclose(first[1, :7], unpadded[1, :7], atol=1e-5)
 
 
 @pytest.mark.smoke

@@ -61,12 +61,7 @@ class Case:
     @cached_property
     def full(self) -> list[np.ndarray]:
         """For each prompt our log-probabilities [length, vocab] after each token, by one call over whole sequences."""
-        lengths = np.array([len(prompt) for prompt in self.prompts])
-        tokens = np.zeros((len(lengths), lengths.max()), np.int32)
-        for row, prompt in zip(tokens, self.prompts, strict=True):
-            row[: len(prompt)] = prompt
-        out = np.asarray(_log_probs(self.model, tokens, lengths))
-        return [row[:length] for row, length in zip(out, lengths, strict=True)]
+        return full_log_probs(self.model, self.prompts)
 
     def expected(self, prompt: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Positions [n], vocabulary ids [n, m] and Hugging Face's log-probabilities [n, m] of a prompt."""
@@ -83,6 +78,16 @@ class Case:
     def greedy(self, prompt: int) -> tuple[list[int], list[float]]:
         """Hugging Face's greedy continuation of a prompt, and by how much each token beats the runner-up."""
         return self._goldens[f"greedy_{prompt}"].tolist(), self._goldens[f"gaps_{prompt}"].tolist()
+
+
+def full_log_probs(model: HybridModel, prompts: list[np.ndarray]) -> list[np.ndarray]:
+    """Log-probabilities after each token of each prompt, all prompts in one padded batch."""
+    lengths = np.array([len(prompt) for prompt in prompts])
+    tokens = np.zeros((len(prompts), lengths.max()), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    out = np.asarray(_log_probs(model, tokens, lengths))
+    return [row[:length] for row, length in zip(out, lengths, strict=True)]
 
 
 @functools.cache
