@@ -14,8 +14,7 @@ from checkpoints.drafts import begun_draft_layer, with_draft_layer, write_with_d
 from checkpoints.json_file import merged, parse_overrides, read_json
 from checkpoints.load import load_config, load_weights
 from checkpoints.random import write_random
-from mamba_jax import families
-from mamba_jax.config import ModelConfigError, need
+from mamba_jax.config import need
 from tests.checkpoints.checks import assert_equal, load, message, values
 from tests.support.models.golden_case import FIXTURES
 from tests.support.models.tiny_configs import CHECKPOINT
@@ -27,7 +26,7 @@ QWEN = {
     "num_hidden_layers": 4,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
 }
-WRAPPED = {"model_type": "qwen3_5", "text_config": QWEN, "tie_word_embeddings": True}
+WRAPPED = {"model_type": "qwen3_5", "text_config": QWEN, "llm_config": None, "tie_word_embeddings": True}
 
 
 def config_of(tmp_path, raw, overrides):
@@ -35,7 +34,7 @@ def config_of(tmp_path, raw, overrides):
     return load_config(tmp_path, hf_overrides=overrides)
 
 
-@pytest.mark.parametrize("raw", [QWEN, WRAPPED, WRAPPED | {"text_config": {**QWEN, "model_type": "qwen3_5_text"}}])
+@pytest.mark.parametrize("raw", [QWEN, WRAPPED])
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -85,6 +84,7 @@ def test_dotted_keys_are_nested_fields():
         ("[" * 100_000, "hf_overrides: nested too deeply"),
         ({"a." * 100_000: 1}, "hf_overrides: nested too deeply"),
         ({"text_config": 3}, "text_config is 3: an object is expected"),
+        ({"llm_config": 3}, "llm_config is 3: an object is expected"),
         ({"hidden_size": "big"}, "hidden_size is 'big': a whole number is expected"),
         ({"model_type": "x"}, "model_type 'x' is not supported"),
     ],
@@ -224,22 +224,3 @@ def test_a_draft_layer_of_a_text_model_in_a_multimodal_one(tmp_path, wrapper, ex
 def test_a_tensor_of_no_tower_is_still_an_error(tmp_path):
     _, wrapped = wrap(tmp_path, "some_vl", "llm_config", "language_model.", "", ("adapter.x",))
     assert "1 unexpected: adapter.x [3]" in message(load, wrapped)
-
-
-def test_fields_of_the_text_model_win_over_outer_ones():
-    raw = {"model_type": "outer", "eos_token_id": 1, "llm_config": {"model_type": "inner", "eos_token_id": 2}, "x": 3}
-    assert families.text_fields(raw) == {
-        "model_type": "inner", "eos_token_id": 2, "x": 3, "wrapper_model_type": "outer"
-    }  # fmt: skip
-    assert families.text_fields({"model_type": "plain", "text_config": None})["model_type"] == "plain"
-
-
-@pytest.mark.parametrize("key", ["text_config", "llm_config"])
-def test_a_text_config_that_is_no_object(key):
-    with pytest.raises(ModelConfigError, match=f"config field {key} is 3: an object is expected"):
-        families.config_from_hf({"model_type": "qwen3_5", key: 3})
-
-
-def test_a_wrapper_of_an_unknown_text_model_names_the_text_model():
-    with pytest.raises(families.UnknownModelType, match="model_type 'llama' is not supported"):
-        families.config_from_hf({"model_type": "llava", "text_config": {"model_type": "llama"}})
