@@ -3,6 +3,7 @@
 import json
 import random
 import struct
+from itertools import pairwise
 
 import pytest
 
@@ -43,18 +44,19 @@ def write(directory, *, kind=2, prefix=1, whitespace=0, more=(), **settings):
     return read_tokenizer(directory)
 
 
+def merged(parts, ranks):
+    """Byte-pair encoding: merges the neighbors whose piece has the lowest rank, the first of equal ones."""
+    while pairs := [(ranks[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in ranks]:
+        _, at = min(pairs)
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts
+
+
 def best(text, kind):
-    """The pieces of a text: BPE merges the pair with the highest score, the first of equal ones; unigram takes the
-    pieces with the highest sum of scores."""
+    """The pieces of a text: BPE merges the pair with the highest score; unigram takes the pieces with the highest sum
+    of scores."""
     if kind == 2:
-        parts = list(text)
-        while True:
-            pairs = [(SCORES.get(parts[i] + parts[i + 1], -1e9), -i) for i in range(len(parts) - 1)]
-            score, at = max(pairs, default=(-1e9, 0))
-            if score == -1e9:
-                break
-            parts[-at : 2 - at] = [parts[-at] + parts[1 - at]]
-        return parts
+        return merged(list(text), {piece: -score for piece, score in SCORES.items()})
     ways = [(0.0, [])]
     for end in range(1, len(text) + 1):
         cuts = ((start, text[start:end]) for start in range(end))

@@ -3,7 +3,6 @@
 import base64
 import json
 import random
-from itertools import pairwise
 
 import pytest
 
@@ -14,6 +13,7 @@ from checkpoints.text.tokenizer_files import byte_letters
 from checkpoints.text.training_data import train_tokenizer
 from checkpoints.tokenizer import read_tokenizer
 from tests.checkpoints.checks import message
+from tests.checkpoints.test_sentencepiece import merged
 from tests.checkpoints.test_sentencepiece import write as sentencepiece
 
 TEXT = "Héllo wörld, 日本語 and 😀😀 — “ẞ”.\n\tx  = 1"
@@ -212,17 +212,10 @@ def tiktoken_directory(directory):
     return ranks
 
 
-def merged(ranks, piece):
-    """tiktoken's algorithm: the pair whose token has the lowest rank is merged, the first of equal ones."""
-    if piece in ranks:
-        return [ranks[piece]]
-    parts = [piece[i : i + 1] for i in range(len(piece))]
-    while True:
-        pairs = [(ranks[left + right], i) for i, (left, right) in enumerate(pairwise(parts)) if left + right in ranks]
-        if not pairs:
-            return [ranks[part] for part in parts]
-        _, at = min(pairs)
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+def encoded(ranks, piece):
+    """tiktoken's algorithm: a piece of the vocabulary is one token, and others are merged."""
+    parts = [piece] if piece in ranks else merged([piece[i : i + 1] for i in range(len(piece))], ranks)
+    return [ranks[part] for part in parts]
 
 
 def test_tiktoken_files_give_the_tokens_of_their_own_algorithm(tmp_path):
@@ -233,7 +226,7 @@ def test_tiktoken_files_give_the_tokens_of_their_own_algorithm(tmp_path):
         text = "".join(rng.choice(SAMPLES) for _ in range(rng.randint(1, 40)))
         pieces = [piece for piece, _ in split.pre_tokenize_str(text)]
         assert "".join(pieces) == text
-        expected = [token for piece in pieces for token in merged(ranks, piece.encode())]
+        expected = [token for piece in pieces for token in encoded(ranks, piece.encode())]
         assert tokenizer.encode(text) == expected, text
         assert tokenizer.decode(expected) == text
     special = len(ranks)
