@@ -24,6 +24,7 @@ from tests.support.models.quantized_checkpoints import (
 )
 
 RNG = np.random.default_rng(0)
+NF4 = "weight.quant_state.bitsandbytes__nf4"
 
 
 def symmetric(kind, **options):
@@ -64,13 +65,6 @@ def mxfp4(w, *, name="weight"):
     return stored, codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32) * np.repeat(np.exp2(exponent), 32, -1)
 
 
-def bitsandbytes_int8(w):
-    """Its 8 bits: the largest magnitude of each output becomes 127."""
-    largest = np.abs(w).max(-1)
-    values = np.rint(w / largest[:, None] * 127).astype(np.int8)
-    return {"weight": values, "SCB": largest, "weight_format": np.uint8(0)}, values * (largest[:, None] / 127)
-
-
 def four_bits(w, *, block=64):
     """bitsandbytes' 4 bits: a table of 16 numbers, and for each 64 of a weight a factor, which is in 8 bits itself."""
     table, codes = RNG.uniform(-1, 1, 16).astype(np.float32), RNG.integers(0, 16, w.size, np.uint8)
@@ -81,7 +75,7 @@ def four_bits(w, *, block=64):
     state |= {"nested_blocksize": max(block, 256), "nested_offset": 0.25}
     parts = {"weight": (16 * codes[0::2] + codes[1::2])[:, None], "weight.absmax": inner, "weight.quant_map": table}
     parts |= {"weight.nested_absmax": sizes, "weight.nested_quant_map": outer}
-    parts["weight.quant_state.bitsandbytes__nf4"] = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    parts[NF4] = np.frombuffer(json.dumps(state).encode(), np.uint8)
     return parts, (table[codes] * np.repeat(factor, min(block, w.size))).reshape(w.shape)
 
 
@@ -113,19 +107,20 @@ def test_forms_are_known_by_their_tensors(tmp_path, form):
 
 
 @pytest.mark.parametrize(
-    ("kind", "suffix", "value", "said"),
+    ("parts_of", "said"),
     [
-        (bitsandbytes_int8, "weight_format", np.uint8(2), "up_proj.weight_format is 2, expected 0 (rows)"),
         (
-            four_bits,
-            "weight.quant_state.bitsandbytes__nf4",
-            np.frombuffer(b'{"shape": [Infinity], "blocksize": 64}', np.uint8),
-            "up_proj.weight.quant_state.bitsandbytes__nf4 does not describe a weight (cannot convert",
+            lambda w: {"weight": w.astype(np.int8), "SCB": w[:, 0], "weight_format": np.uint8(2)},
+            "up_proj.weight_format is 2, expected 0 (rows)",
+        ),
+        (
+            lambda w: four_bits(w)[0] | {NF4: np.frombuffer(b'{"shape": [Infinity], "blocksize": 64}', np.uint8)},
+            f"up_proj.{NF4} does not describe a weight (cannot convert",
         ),
     ],
 )
-def test_bitsandbytes_tensors_that_are_not_usable_are_named(tmp_path, kind, suffix, value, said):
-    formats = {r".*up_proj": lambda w: (kind(w)[0] | {suffix: value}, w)}
+def test_bitsandbytes_tensors_that_are_not_usable_are_named(tmp_path, parts_of, said):
+    formats = {r".*up_proj": lambda w: (parts_of(w), w)}
     narrow, _ = write_quantized(tmp_path, config_of("falcon"), formats, BNB)
     assert said in message(load, narrow)
 

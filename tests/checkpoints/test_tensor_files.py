@@ -35,15 +35,6 @@ def path(tmp_path):
     return tmp_path / "model.safetensors"
 
 
-def test_views_equal_what_was_written(path):
-    file = SafetensorsFile(path)
-    assert file.entries.keys() == TENSORS.keys()
-    for name, expected in TENSORS.items():
-        view = file.view(name)
-        assert view.dtype == expected.dtype
-        np.testing.assert_array_equal(view, expected)
-
-
 def test_views_are_maps_of_the_file_not_copies(path):
     view = SafetensorsFile(path).view("a")
     assert not view.flags.owndata
@@ -107,7 +98,7 @@ def test_shards(tmp_path, indexed):
     assert tensors.names is tensors.names, "a copy for each question makes reading quadratic"
     for name, expected in TENSORS.items():
         np.testing.assert_array_equal(tensors.view(name), expected)
-        assert tensors.shape(name) == expected.shape
+        assert (tensors.view(name).dtype, tensors.shape(name)) == (expected.dtype, expected.shape)
     assert tensors.dtype("b") == "BF16"
     for file in tmp_path.glob("model-*"):
         file.unlink()
@@ -263,7 +254,5 @@ def test_orbax_weights_have_a_digest(directory, tmp_path):
     stored = save_orbax(tmp_path / "stored", model)
     before = digest(stored)
     assert digest(stored) == before
-    largest = max((stored / "weights").rglob("*"), key=lambda path: path.stat().st_size)
     other = save_orbax(tmp_path / "other", load_weights(directory, progress=False, load_format="dummy").model)
-    assert largest.is_file()
     assert digest(other) != before
