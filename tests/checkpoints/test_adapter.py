@@ -132,7 +132,7 @@ def replaced(name, value):
 
 
 @pytest.mark.parametrize(
-    ("change_tensors", "message"),
+    ("changed", "message"),
     [
         (renamed("layers.2.mixer.in_proj", "layers.9.mixer.in_proj"), "no module model.layers.9.mixer.in_proj"),
         (renamed("layers.2.mixer.in_proj", "layers.2.mixer.gate"), "no module model.layers.2.mixer.gate"),
@@ -150,16 +150,6 @@ def replaced(name, value):
         (replaced(HEAD, np.full((509, 48), np.nan)), "lm_head.weight has numbers"),
         (replaced(f"{MODULE_PREFIX}model.norm.weight", np.zeros(48)), "norm.weight is not supported"),
         (lambda tensors: tensors.clear(), "has no tensors of LoRA"),
-    ],
-)
-def test_wrong_tensors_are_refused(directory, change_tensors, message):
-    change(directory, change_tensors)
-    assert re.search(message, refusal(directory))
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
         ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported"),
         ({"use_dora": True}, r" has no magnitudes: expected \[\d+\]"),
         ({"modules_to_save": ["lm_head"]}, "has lm_head, .* no weight in the file; .* merge_and_unload"),
@@ -181,8 +171,12 @@ def test_wrong_tensors_are_refused(directory, change_tensors, message):
         ({"rank_pattern": {"(a+)+$": 2}}, "rank_pattern: .* expected a module's name"),
     ],
 )
-def test_what_is_not_supported_is_refused(directory, fields, message):
-    configure(directory, **fields)
+def test_what_is_wrong_or_not_supported_is_refused(directory, changed, message):
+    """Tensors that a function changes, or fields of the config."""
+    if callable(changed):
+        change(directory, changed)
+    else:
+        configure(directory, **changed)
     assert re.search(message, refusal(directory))
 
 

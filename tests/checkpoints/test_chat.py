@@ -181,26 +181,19 @@ def test_dates_and_json_layout():
     assert render("{{ messages[0] | tojson(indent=1) }}") == '{\n "role": "user",\n "content": "Hi"\n}'
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.__class__ }}",
-        "{{ raise_exception.__globals__ }}",
-        "{{ cycler.__init__.__globals__.os.system('true') }}",
-        "{{ '{0.__class__}'.format(messages) }}",
-        "{% set _ = messages.append(1) %}",
-        "{% set _ = messages[0].update({'role': 'x'}) %}",
-    ],
-)
-def test_the_sandbox_holds(source):
-    with pytest.raises(ChatTemplateError, match=r"^the chat template failed: .*(unsafe|not allowed|undefined)"):
-        render(source)
+UNSAFE = "failed(?=: .*(unsafe|not allowed|undefined))"  # by the sandbox
 
 
 @pytest.mark.parametrize(
     ("source", "what"),
     [
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", UNSAFE),
+        ("{{ messages.__class__ }}", UNSAFE),
+        ("{{ raise_exception.__globals__ }}", UNSAFE),
+        ("{{ cycler.__init__.__globals__.os.system('true') }}", UNSAFE),
+        ("{{ '{0.__class__}'.format(messages) }}", UNSAFE),
+        ("{% set _ = messages.append(1) %}", UNSAFE),
+        ("{% set _ = messages[0].update({'role': 'x'}) %}", UNSAFE),
         ("{{ range(10**9) | list }}", "failed"),
         ("{{ messages[7].content }}", "failed"),
         ("{{ 1 / 0 }}", "failed"),

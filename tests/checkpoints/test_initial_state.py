@@ -5,15 +5,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from checkpoints import load_config
-from checkpoints.adapters.initial_state import (
-    INITIAL_STATE_FILE,
-    read_initial_state,
-    write_initial_state,
-)
+from checkpoints.adapters.initial_state import INITIAL_STATE_FILE, read_initial_state, write_initial_state
 from mamba_jax.store import StoreShape
 from tests.checkpoints.checks import message
 from tests.support.models.golden_case import FIXTURES, NAMES
 from tests.support.models.random_models import random_layers
+
+BAMBA = load_config(FIXTURES / "bamba")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -38,62 +36,52 @@ def test_a_state_of_every_family_is_read_as_it_was_written(name, tmp_path):
 
 
 def test_windows_are_divided_along_the_channels(tmp_path):
-    config = load_config(FIXTURES / "bamba")
-    layers = random_layers(config)
-    write_initial_state(tmp_path, layers, config)
-    first, (_, parts) = read_initial_state(tmp_path, config).slot_arrays(config)[0], min(layers.items())
+    layers = random_layers(BAMBA)
+    write_initial_state(tmp_path, layers, BAMBA)
+    first, (_, parts) = read_initial_state(tmp_path, BAMBA).slot_arrays(BAMBA)[0], min(layers.items())
     np.testing.assert_array_equal(np.concatenate([first["conv_x"], first["conv_bc"]], axis=1), parts["window"])
     np.testing.assert_array_equal(first["ssm"], parts["state"])
-    write_initial_state(tmp_path, {min(layers): {"state": parts["state"]}}, config)
-    first, *others = read_initial_state(tmp_path, config).slot_arrays(config)
+    write_initial_state(tmp_path, {min(layers): {"state": parts["state"]}}, BAMBA)
+    first, *others = read_initial_state(tmp_path, BAMBA).slot_arrays(BAMBA)
     assert first["ssm"].any(), "missing tensors are zeros"
     assert not first["conv_x"].any()
     assert not any(value.any() for arrays in others for value in arrays.values())
 
 
 def test_the_digest_is_that_of_the_content(tmp_path):
-    config = load_config(FIXTURES / "bamba")
-    layers = random_layers(config)
+    layers = random_layers(BAMBA)
     digests = set()
     for change in (0, 0, 1e-6):
         next(iter(layers.values()))["state"][0] += np.float32(change)
-        write_initial_state(tmp_path, layers, config)
-        digests.add(read_initial_state(tmp_path, config).digest)
+        write_initial_state(tmp_path, layers, BAMBA)
+        digests.add(read_initial_state(tmp_path, BAMBA).digest)
     assert len(digests) == 2
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("tensors", "metadata", "words"),
     [
-        ({"layers.0.stat": np.zeros(1, np.float32)}, "tensor layers.0.stat is not"),
-        ({"layers.99.state": np.zeros(1, np.float32)}, "the model has no layers"),
-        ({"layers.0.state": np.zeros(1, np.float32)}, "layers.0.state is [1]: expected"),
-        ({"layers.0.state": np.zeros(1, np.float16)}, "layers.0.state is F16: expected F32"),
-        ({"layers.0.state": "nan"}, "not finite"),
-        ({"metadata": {"format": "pt"}}, "format is 'pt'"),
-        ({"metadata": {"version": "2"}}, "version is '2': expected '1'"),
-        ({"metadata": {"model_type": "lfm2"}}, "model_type is 'lfm2'"),
+        ({"layers.0.stat": np.zeros(1, np.float32)}, {}, "tensor layers.0.stat is not"),
+        ({"layers.99.state": np.zeros(1, np.float32)}, {}, "the model has no layers"),
+        ({"layers.0.state": np.zeros(1, np.float32)}, {}, "layers.0.state is [1]: expected"),
+        ({"layers.0.state": np.zeros(1, np.float16)}, {}, "layers.0.state is F16: expected F32"),
+        ({"layers.0.state": np.nan * random_layers(BAMBA)[0]["state"]}, {}, "not finite"),
+        ({}, {"format": "pt"}, "format is 'pt'"),
+        ({}, {"version": "2"}, "version is '2': expected '1'"),
+        ({}, {"model_type": "lfm2"}, "model_type is 'lfm2'"),
     ],
     ids=["part", "layer", "shape", "dtype", "nan", "format", "version", "family"],
 )
-def test_what_does_not_fit_is_refused(change, words, tmp_path):
-    config = load_config(FIXTURES / "bamba")
-    file = write_initial_state(tmp_path, random_layers(config), config)
-    tensors = load_file(file)
-    metadata = {"format": "mamba-jax-initial-state", "version": "1", "model_type": config.family}
-    for name, value in change.items():
-        if name == "metadata":
-            metadata |= value
-        else:
-            tensors[name] = np.full_like(tensors[name], np.nan) if isinstance(value, str) else value
-    save_file(tensors, file, metadata)
-    assert words in message(read_initial_state, tmp_path, config)
+def test_what_does_not_fit_is_refused(tensors, metadata, words, tmp_path):
+    file = write_initial_state(tmp_path, random_layers(BAMBA), BAMBA)
+    sound = {"format": "mamba-jax-initial-state", "version": "1", "model_type": BAMBA.family}
+    save_file(load_file(file) | tensors, file, sound | metadata)
+    assert words in message(read_initial_state, tmp_path, BAMBA)
 
 
 def test_a_wrong_state_is_not_written(tmp_path):
-    config = load_config(FIXTURES / "bamba")
     tenant = tmp_path / "tenant"
     for layers, words in (({0: {"stat": np.zeros(1)}}, "the model has no layers.0.stat"), ({}, "has no tensors")):
-        assert words in message(write_initial_state, tenant, layers, config)
+        assert words in message(write_initial_state, tenant, layers, BAMBA)
     assert not tenant.exists()
-    assert "cannot be read" in message(read_initial_state, tmp_path, config)
+    assert "cannot be read" in message(read_initial_state, tmp_path, BAMBA)
