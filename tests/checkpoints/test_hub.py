@@ -103,31 +103,40 @@ def test_downloads_and_refusals(hub, tmp_path):
     assert f"not in the cache, and {hub.url} cannot be reached" in unknown
 
 
-@pytest.mark.full
-def test_the_program(hub, tmp_path):
-    """A prompt is continued by a model from the hub; a server would have the hub's name for it."""
-    line = ["-m", "serving.cli", "generate", "Tom has", "--model", NAME, "--revision", "main"]
-    few, home = ["--max-tokens", "4", "--max-model-len", "128"], tmp_path / "home"
-    assert python(hub, home, *line, *few).startswith("Tom has")
-    program = (
-        "from serving.api.http.settings import resolve_settings\n"
-        f"settings, config = resolve_settings({{'model': {NAME!r}}}, {{}})\n"
-        "print(settings.served_model_name[0], config.model)"
-    )
-    name, folder = python(hub, home, "-c", program).split()
-    assert name == NAME
-    assert Path(folder, "config.json").is_file()
+COMMANDS = """
+import json, sys
+from serving.api.http.settings import resolve_settings
+from serving.cli.main import run
+name, *lines = json.loads(sys.argv[1])
+for line in lines:
+    assert run([*line, "--model", name]) == 0
+    print("= end of a command =")
+"""
+SETTINGS = """
+settings, config = resolve_settings({"model": name}, {})
+print(settings.served_model_name[0], config.model)
+"""
 
 
 @pytest.mark.full
-def test_looking_at_a_model_fetches_no_weights(hub, tmp_path):
-    for line, says in (
-        (["inspect", "--model", NAME, "--revision", "main"], "parameters"),
-        (["plan", "--model", NAME, "--topology", "v5e-1", "--analysis"], "v5e-1"),
-    ):
-        assert says in python(hub, tmp_path / "home", "-m", "serving.cli", *line)
+def test_commands(hub, tmp_path):
+    """Looking at a model fetches no weights. A prompt is continued by it, and a server has the hub's name for it."""
+
+    def said(program, *lines):
+        return python(hub, tmp_path / "home", "-c", program, json.dumps([NAME, *lines])).split("= end of a command =")
+
+    looks = ["inspect", "--revision", "main"], ["plan", "--topology", "v5e-1", "--analysis"]
+    inspected, planned, _ = said(COMMANDS, *looks)
+    assert "parameters" in inspected
+    assert "v5e-1" in planned
     assert "config.json" in hub.asked
     assert "model.safetensors" not in hub.asked
+    few = ["--max-tokens", "4", "--max-model-len", "128"]
+    text, settings = said(COMMANDS + SETTINGS, ["generate", "Tom has", "--revision", "main", *few])
+    assert text.startswith("Tom has")
+    name, folder = settings.split()
+    assert name == NAME
+    assert Path(folder, "config.json").is_file()
 
 
 COMMIT = "c0ffee" * 6 + "c0de"
