@@ -156,23 +156,19 @@ def _stored_programs(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _loggers_left_as_they_were_by_a_file() -> Iterator[None]:
-    """Fixtures of a whole file that start a server or a command change the loggers outside of any test."""
-    yield
-    for logger in map(logging.getLogger, LOGGERS):
-        logger.handlers, logger.propagate = [], True
-        logger.setLevel(logging.NOTSET)
-
-
-@pytest.fixture(autouse=True)
 def _loggers_left_as_they_were() -> Iterator[None]:
     """The command line sends its loggers to the stderr of that moment, which a test's capture closes at its end."""
-    before = [(logger, logger.handlers, logger.propagate, logger.level) for logger in map(logging.getLogger, LOGGERS)]
+    loggers = map(logging.getLogger, LOGGERS)
+    before = [(logger, [*logger.handlers], logger.propagate, logger.level) for logger in loggers]
     yield
     for logger, handlers, propagate, level in before:
         logger.handlers, logger.propagate = handlers, propagate
         logger.setLevel(level)
+
+
+_loggers_after_a_test = pytest.fixture(autouse=True)(_loggers_left_as_they_were)
+# Fixtures of a whole file that start a server or a command change the loggers outside of any test.
+_loggers_after_a_file = pytest.fixture(autouse=True, scope="module")(_loggers_left_as_they_were)
 
 
 @pytest.fixture(autouse=True)
