@@ -36,14 +36,11 @@ def test_every_named_test_exists() -> None:
     assert not [f"{path}::{name}" for path, name in named if name not in _functions(path)]
 
 
-ROOT = Path(__file__).resolve().parents[1]
-
-
 def test_every_fault_can_be_planted_and_its_files_exist() -> None:
     for fault in faults_like().values():
         with pytest.MonkeyPatch.context() as patch:
             fault.plant(patch)
-        assert all((ROOT / path).exists() for path in fault.files), fault
+        assert all((TESTS.parent / path).exists() for path in fault.files), fault
 
 
 def test_every_row_of_the_table_is_planted() -> None:

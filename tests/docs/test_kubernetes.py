@@ -1,5 +1,6 @@
 """The Kustomize bases of a server, a split and several hosts: Kubernetes' schemas, flags and pod security."""
 
+import math
 import re
 import shutil
 import subprocess
@@ -166,9 +167,7 @@ def test_all_hosts_run_the_same_command_of_the_program():
 
 
 def test_the_hosts_are_those_of_the_slice():
-    chips = 1
-    for side in HOSTS[0]["spec"]["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x"):
-        chips *= int(side)
+    chips = math.prod(map(int, HOSTS[0]["spec"]["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")))
     for template in HOSTS:
         assert template["spec"]["nodeSelector"] == HOSTS[0]["spec"]["nodeSelector"]
         limits = template["spec"]["containers"][0]["resources"]["limits"]
