@@ -1,6 +1,5 @@
 """The wheel, installed away from the checkout: what it holds, and that its program runs. Nothing is downloaded."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -45,10 +44,10 @@ def wheel(sources) -> Path:
     return wheel
 
 
-def data_files(sources: Path) -> set[str]:
-    """The files of the packages that are not compiled or imported, such as tables and weights."""
+def files_of(sources: Path) -> set[str]:
+    """The files of the packages that are not compiled: modules, and data such as tables and weights."""
     files = (path for package in PACKAGES for path in (sources / package).rglob("*") if path.is_file())
-    return {str(path.relative_to(sources)) for path in files if path.suffix not in (".py", ".pyc", ".cc", ".h", ".so")}
+    return {str(path.relative_to(sources)) for path in files if path.suffix not in (".pyc", ".cc", ".h", ".so")}
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +68,8 @@ def test_it_holds_the_packages_and_nothing_else(wheel):
     assert {name for name in names if not name.endswith(".dist-info")} == PACKAGES
 
 
-def test_it_holds_every_data_file(sources, wheel):
-    assert data_files(sources) <= set(ZipFile(wheel).namelist())
+def test_it_holds_every_module_and_data_file(sources, wheel):
+    assert files_of(sources) <= set(ZipFile(wheel).namelist())
 
 
 def test_it_is_what_the_environment_imports(home):
@@ -89,22 +88,16 @@ def test_without_native_operations_the_wheel_is_for_every_platform(sources, monk
     assert not [name for name in ZipFile(wheel).namelist() if name.endswith((".so", ".cc", ".h"))]
 
 
-def test_the_source_distribution_holds_data_files_and_what_the_native_operations_are_built_from(sources):
+def test_the_source_distribution_holds_the_files_and_what_the_native_operations_are_built_from(sources):
     run(sys.executable, "-c", "from setuptools import build_meta; build_meta.build_sdist('.')", cwd=sources)
     [archive] = sources.glob("*.tar.gz")
     with tarfile.open(archive) as files:
         names = {name.split("/", 1)[-1] for name in files.getnames()}
     native = ROOT / "kernels_pallas" / "native"
     assert {f"kernels_pallas/native/{path.name}" for path in native.iterdir() if path.suffix in (".cc", ".h")} <= names
-    assert data_files(sources) <= names
+    assert files_of(sources) <= names
 
 
 def test_generate(home):
     said = run(home / "bin/mamba-jax", "generate", "The state of", "--max-tokens=8", "--no-warmup", cwd=home)
     assert said.strip()
-
-
-def test_bench(home):
-    sizes = ("--prompts=1", "--prompt-tokens=8", "--output-tokens=2", "--reps=1", "--engine", "max_model_len=64")
-    lines = run(home / "bin/mamba-jax", "bench", "throughput", "demo", *sizes, cwd=home).splitlines()
-    assert any(json.loads(line)["metric"] == "tokens_per_s" for line in lines)
