@@ -40,8 +40,8 @@ def test_the_estimate_by_hand():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["drafts (MTP, K=3), hits"])
-def test_serving_and_training_agree(name, tmp_path, monkeypatch):
+def test_serving_and_training_agree(tmp_path, monkeypatch):
+    name = "drafts (MTP, K=3), hits"
     monkeypatch.setattr(
         "serving.engine.assembly.build.StepPrograms", partial(StepPrograms, compiler_options=QUICK_COMPILE)
     )
