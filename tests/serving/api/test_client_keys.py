@@ -1,7 +1,6 @@
-"""Each API key has a prefix cache of its own, unless it is shared, and does not hold up another, counted in steps."""
+"""Each API key has a prefix cache of its own, unless it is shared, and is a client of the scheduler."""
 
 import contextlib
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from starlette.datastructures import Headers
@@ -9,10 +8,8 @@ from starlette.datastructures import Headers
 from serving.api.http.connection.keys import has_several_keys, salt_of
 from serving.api.http.settings import ServerSettings
 from serving.core.cache.content import client_salt
-from serving.core.planning.plan import StepPlan
-from serving.core.scheduler import Scheduler
 from tests.support.fleets.split_pair import letter_engine
-from tests.support.servers.live_server import in_process
+from tests.support.servers.live_server import completed, in_process
 
 PROMPT = list(range(3, 45))
 KEYS = ("first-key", "second-key")
@@ -77,50 +74,14 @@ def test_a_client_salt_is_that_of_one_key_and_one_salt():
     assert KEYS[0] not in client_salt("a", KEYS[0])
 
 
-FLOODS = {
-    "choices": {"prompt": [[9, 8, number] for number in range(3, 11)], "n": 8, "max_tokens": 40},
-    "long prompts": {"prompt": [[3 + number % 16] * 70 for number in range(64)], "max_tokens": 30},
-}
-
-
-class Record:
-    """The steps in which requests of the second key arrived and first had a row, and the clients of each step."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler, self.arrived, self.began, self.clients = scheduler, [], [], []
-        self._add, self._dispatched = scheduler.add, scheduler.dispatched
-        scheduler.add, scheduler.dispatched = self.add, self.dispatched  # type: ignore[method-assign]
-
-    def add(self, request) -> None:
-        self._add(request)
-        if request.user.parent.output.prompt_token_ids == [5, 6, 7]:
-            self.arrived.append((request, self.scheduler.num_steps))
-
-    def dispatched(self, plan: StepPlan) -> None:
-        self._dispatched(plan)
-        self.clients.append({row.request.client for row in plan.rows})
-        for request, _ in self.arrived[len(self.began) :]:
-            if any(row.request is request for row in plan.rows):
-                self.began.append(plan.step)
-
-
-@pytest.mark.parametrize("flood", FLOODS)
-def test_a_short_prompt_of_another_key_begins_within_two_steps(flood):
-    engine = letter_engine(max_num_seqs=4)
-    record = Record(engine.loop.scheduler)
-
-    def ask(key: str, body: dict) -> int:
-        sent = {"temperature": 0, "ignore_eos": True, **body}
-        return client.post("/v1/completions", json=sent, headers={"authorization": f"Bearer {key}"}).status_code
-
-    serving = in_process(engine, api_key=("first", "second"))
-    with serving as client, ThreadPoolExecutor(1) as threads:
-        attack = threads.submit(ask, "first", FLOODS[flood])
-        while len(record.scheduler.queues.running) < 4 and not attack.done():
-            pass
-        codes = [ask("second", {"prompt": [5, 6, 7], "max_tokens": 2}) for _ in range(5)]
-        assert not attack.done(), "all rows were taken all the time"
-        assert attack.result() == 200
-    assert codes == [200] * 5
-    assert all(began - arrived <= 2 for began, (_, arrived) in zip(record.began, record.arrived, strict=True))
-    assert {2} <= {len(clients) for clients in record.clients}
+def test_the_scheduler_knows_the_client_of_each_choice(monkeypatch):
+    """So that no client holds up another: tests/serving/core/test_client_shares.py."""
+    engine, clients = letter_engine(), []
+    add = engine.loop.scheduler.add
+    monkeypatch.setattr(engine.loop.scheduler, "add", lambda request: clients.append(request.client) or add(request))
+    with in_process(engine, api_key=KEYS) as client:
+        for key in (*KEYS, KEYS[0]):
+            completed(client, [[3, 4], [5, 6]], headers={"authorization": f"Bearer {key}"}, n=2)
+    first, second = clients[0], clients[4]
+    assert clients == [first] * 4 + [second] * 4 + [first] * 4
+    assert len({first, second, None}) == 3
