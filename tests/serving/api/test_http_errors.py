@@ -8,6 +8,8 @@ from fastapi.exceptions import RequestValidationError
 
 from serving.api.http.errors import ApiError, as_api_error
 from serving.api.http.protocol.common import ErrorResponse
+from serving.api.http.text import check_fits
+from serving.core.errors import RequestFailed
 from tests.support.servers.refused_values import BODY, PATHS, REFUSED
 
 JSON = {"content-type": "application/json"}
@@ -120,5 +122,31 @@ def test_a_message_that_begins_with_its_field_names_it_once(words):
     assert error.message == ("seed is odd" if words.startswith("seed ") else "seed: seeds are odd")
 
 
+def test_a_request_that_the_engine_gives_up():
+    error = as_api_error(RequestFailed("the state is lost"))
+    assert (error.status, error.code, error.message) == (502, "request_failed", "the state is lost")
+
+
 def test_long_messages_are_cut():
     assert len(ApiError(400, "x" * 100_000).body()) < 1000
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/score", "/rerank", "/pooling", "/v1/audio/transcriptions"])
+def test_what_there_is_not(server, path):
+    answer = server.http.post(path, json={"model": "demo", "input": "x"})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "not_supported"
+    assert "generates text" in answer.json()["error"]["message"]
+
+
+def test_a_prompt_that_is_too_long_in_the_words_of_each_api():
+    """Clients recognize both by these words, and then shorten the conversation."""
+    for at_least in (False, True):
+        with pytest.raises(ApiError) as refused:
+            check_fits(600, 512, "messages", at_least=at_least)
+        chat, messages = (json.loads(refused.value.body(path)) for path in ("/v1/chat/completions", "/v1/messages"))
+        for words in ("maximum context length is 512 tokens", "prompt is too long", "exceeds the context window"):
+            assert words in chat["error"]["message"]
+        assert messages["type"] == "error"
+        assert messages["error"]["type"] == "invalid_request_error"
+        assert messages["error"]["message"] == "prompt is too long: 600 tokens > 511 maximum"

@@ -1,4 +1,5 @@
-"""The three chat APIs, asked by their SDKs: equal answers, whole and streamed, with forms, calls and reasoning."""
+"""The three chat APIs, asked by their SDKs: equal answers, whole and streamed, with forms, calls and reasoning; events,
+counts and errors of `/v1/messages`."""
 
 import json
 from dataclasses import replace
@@ -18,13 +19,14 @@ from serving.engine.requests.output import CompletionOutput, RequestOutput
 from tests.support.servers.text_clients import APIS, LOOK, SCHEMA, ask
 from tests.support.servers.written_calls import cut, tokenizer_with
 
-pytest.importorskip("anthropic", reason="needs the anthropic SDK (the extra `test`)")
+anthropic = pytest.importorskip("anthropic", reason="needs the anthropic SDK (the extra `test`)")
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>{{ m.reasoning_content }}"
     "</think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% else %}<think>\n{% endif %}"
 )
+MESSAGES = [{"role": "user", "content": "What is a state?"}]
 
 each_api = pytest.mark.parametrize("api", APIS)
 
@@ -62,21 +64,6 @@ def test_an_answer_is_the_same_in_all_apis(server, api):
 
 
 @each_api
-def test_a_form(server, api):
-    answer = both(api, server, schema=SCHEMA, limit=60)
-    assert isinstance(json.loads(answer.text)["deep"], bool)
-    assert answer.reason == "stop"
-
-
-@each_api
-def test_a_call(server, api):
-    answer = both(api, server, tools=[LOOK], force=True, limit=200)
-    ((name, arguments),) = answer.calls
-    assert (answer.text, answer.reason, name) == ("", "tool_calls", "look")
-    assert isinstance(json.loads(arguments)["deep"], bool)
-
-
-@each_api
 def test_reasoning(thinking, api):
     endless = both(api, thinking)
     assert (endless.text, endless.reason, bool(endless.reasoning)) == ("", "length", True)
@@ -88,16 +75,16 @@ def test_reasoning(thinking, api):
     assert (bool(at_once.text), at_once.reasoning) == (True, "")
     form = both(api, thinking, thinking_token_budget=5, schema=SCHEMA, limit=100)
     assert isinstance(json.loads(form.text)["deep"], bool)
-    assert form.reasoning
+    assert (bool(form.reasoning), form.reason) == (True, "stop")
     call = both(api, thinking, thinking_token_budget=5, tools=[LOOK], force=True, limit=120)
-    assert (call.text, call.reason, [name for name, _ in call.calls]) == ("", "tool_calls", ["look"])
-    assert call.reasoning
+    ((name, arguments),) = call.calls
+    assert (call.text, call.reason, name, bool(call.reasoning)) == ("", "tool_calls", "look", True)
+    assert isinstance(json.loads(arguments)["deep"], bool)
     hidden = ask(api, thinking, include_reasoning=False).reasoning
     assert (hidden == "") == (api == "chat/completions")
 
 
 CALL = "<tool_call>"
-MESSAGES = [{"role": "user", "content": "What is a state?"}]
 
 
 @pytest.mark.parametrize("size", [1, 4, 1000])
@@ -173,3 +160,46 @@ def test_a_written_answer_with_reasoning_and_a_call():
     assert (choice.message.content, choice.finish_reason) == ("I look.", "tool_calls")
     assert [call.function.name for call in choice.message.tool_calls] == ["look"]
     assert response.usage.completion_tokens_details.reasoning_tokens == ids.index(tokenizer.token_to_id("</think>")) + 1
+
+
+def client(server):
+    return anthropic.Anthropic(base_url=server.url, api_key="-", max_retries=0)
+
+
+def message(server, **fields):
+    # Newer SDKs have no argument for the temperature.
+    body = {"model": "demo", "messages": MESSAGES, "max_tokens": 12, "extra_body": {"temperature": 0}} | fields
+    return client(server).messages.create(**body)
+
+
+def test_stops_and_events(server):
+    text = message(server).content[0].text
+    stop = text[4:6]
+    cut = message(server, stop_sequences=[stop])
+    assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", stop)
+    assert cut.content[0].text == text[: text.index(stop)]
+    kinds = [event.type for event in message(server, stream=True)]
+    assert kinds[:2] == ["message_start", "content_block_start"]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+
+
+def test_tokens_are_counted(server):
+    count = client(server).messages.count_tokens(model="demo", messages=MESSAGES, system="Be brief.").input_tokens
+    usage = message(server, system="Be brief.", max_tokens=1).usage
+    assert count == usage.input_tokens + usage.cache_read_input_tokens
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"max_tokens": 0}, "BadRequestError"), ({"messages": MESSAGES * 600}, "BadRequestError"),
+        ({"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "tool", "name": "g"}},
+         "BadRequestError"),
+        ({"model": "other"}, "NotFoundError"),
+    ],
+)  # fmt: skip
+def test_errors_are_in_its_form(server, fields, error):
+    with pytest.raises(getattr(anthropic, error)) as caught:
+        message(server, **fields)
+    assert caught.value.body["type"] == "error"
+    assert caught.value.body["error"]["message"]
