@@ -2,13 +2,10 @@
 
 import pytest
 
-from checkpoints import load_config
-from checkpoints.adapters.initial_state import write_initial_state
 from serving import ConfigError, EngineConfig
 from serving.api.http.settings import ServerSettings
 from serving.engine.assembly.build import build_engine
 from tests.support.models.golden_case import FIXTURES, Case
-from tests.support.models.random_models import random_layers
 from tests.support.servers.live_server import completed, in_process
 
 FIXTURE = "lfm2"
@@ -16,7 +13,6 @@ ADAPTER = str(FIXTURES / FIXTURE / "adapter")
 FLAGS = {
     "dtype": "float32", "max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 128, "state_block_size": 32,
     "tile_size": 32, "page_size": 16, "warmup": False, "enable_lora": True, "max_loras": 1, "max_lora_rank": 4,
-    "max_initial_states": 1,
 }  # fmt: skip
 ADMIN = {"Authorization": "Bearer operator"}
 
@@ -73,14 +69,6 @@ def test_refusals_are_clear(client, path, body, status, words):
     answer = post(client, f"/v1/{path}_lora_adapter", **body)
     assert answer.status_code == status
     assert words in answer.text
-
-
-def test_a_learned_initial_state_is_a_model(client, tmp_path):
-    config = load_config(FIXTURES / FIXTURE)
-    write_initial_state(tmp_path, random_layers(config), config)
-    assert post(client, "/v1/load_lora_adapter", lora_name="state", lora_path=str(tmp_path)).status_code == 200
-    assert logprobs(client, "state") != pytest.approx(logprobs(client, "base"), abs=1e-3)
-    assert post(client, "/v1/unload_lora_adapter", lora_name="state").status_code == 200
 
 
 @pytest.mark.parametrize("module", ["tenant", "=path", "tenant=", "default=path"])

@@ -37,16 +37,6 @@ def test_all_forms_of_prompts_say_the_same(server):
     assert [choice.text for choice in texts.choices] == [text, several.choices[1].text]
 
 
-def test_several_choices(server):
-    ask = {"prompt": [TEXT, "Another"], "n": 2, "temperature": 1.0, "seed": 7, "max_tokens": 8}
-    one, two = server.complete(**ask).json(), server.complete(**ask).json()
-    assert [choice["index"] for choice in one["choices"]] == [0, 1, 2, 3]
-    texts = [choice["text"] for choice in one["choices"]]
-    assert len(set(texts)) == 4
-    assert texts == [choice["text"] for choice in two["choices"]]
-    assert server.complete(**(ask | {"best_of": 2})).status_code == 200
-
-
 def test_logprobs(server):
     answer = server.openai().completions.create(model="demo", prompt=TEXT, max_tokens=4, temperature=0, logprobs=3)
     found = answer.choices[0].logprobs
@@ -169,7 +159,9 @@ def test_sampling_parameters_reach_the_engine(server):
     assert server.complete(TEXT, **fields).json()["choices"][0]["token_ids"] != [70] * 3
 
 
-@pytest.mark.parametrize("fields", [{}, {"n": 2, "temperature": 1.0, "seed": 3}, {"prompt": [TEXT, "Other"]}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"prompt": [TEXT, "Another"], "n": 2, "best_of": 2, "temperature": 1.0, "seed": 7}]
+)
 def test_streams_say_the_same(server, fields):
     ask = {"model": "demo", "prompt": TEXT, "max_tokens": 12, "temperature": 0, "logprobs": 1, "echo": True} | fields
     whole = server.openai().completions.create(**ask)
@@ -178,6 +170,8 @@ def test_streams_say_the_same(server, fields):
     streamed = joined(chunks, lambda choice: choice.text, lambda it: zip(it.tokens, it.text_offset, strict=True))
     counts = [chunk.usage.completion_tokens for chunk in chunks]
     assert (counts, counts[-1]) == (sorted(counts), whole.usage.completion_tokens)
+    assert [choice.index for choice in whole.choices] == list(range(4 if "n" in fields else 1))
+    assert len({choice.text for choice in whole.choices}) == len(whole.choices)
     for choice in whole.choices:
         tokens = list(zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True))
         assert streamed[choice.index] == (choice.text, tokens, choice.finish_reason)

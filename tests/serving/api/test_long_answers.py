@@ -21,39 +21,19 @@ from serving.engine.requests.request import EngineRequest
 from serving.engine.requests.sampling_params import SamplingParams
 
 
-def scores(token_ids, ids, top=2):
-    """Scores of a prompt, filled in two steps."""
-    rng = np.random.default_rng(len(token_ids))
-    made = PromptScores(token_ids, top, ids)
-    own, of_ids = -rng.random(len(token_ids), np.float32), -rng.random((len(token_ids), len(ids)), np.float32)
-    top_ids = rng.integers(100, 200, (len(token_ids), top)).astype(np.int32)
-    for begin, end in ((1, 3), (3, len(token_ids))):
-        part = slice(begin, end)
-        made.fill(begin, own[part], top_ids[part], -rng.random((end - begin, top), np.float32), of_ids[part])
-    return made, own, of_ids
-
-
-def test_a_table_of_scores_is_made_when_it_is_read():
-    made, own, of_ids = scores([5, 6, 7, 8, 6], [9, 6])
-    assert len(made) == 5
-    assert made[0] is None
-    assert [next(iter(table)) for table in made[1:]] == [6, 7, 8, 6]
-    assert [table[9].logprob for table in made[1:]] == of_ids[1:, 0].tolist()
-    assert made[-1][6].logprob == pytest.approx(float(own[4]))  # the own value, not that of the given ids
-    assert [entry.rank for entry in list(made)[2].values()][1:3] == [1, 2]
-    with pytest.raises(IndexError):
-        made[5]
-
-
 @pytest.mark.parametrize("length", [5, 700])
 def test_parts_together_are_the_whole_answer(length):
     tokenizer = load_tokenizer("demo")
     ids = [20 + i % 60 for i in range(length)]
     body = CompletionRequest.model_validate(
-        {"prompt": ids, "echo": True, "logprobs": 2, "max_tokens": 0, "prompt_logprob_token_ids": [1, 2, 3]}
+        {"prompt": ids, "echo": True, "logprobs": 2, "max_tokens": 0, "prompt_logprob_token_ids": [1, 2, 23]}
     )
     writer = CompletionWriter(ResponseContext(TextCodec(tokenizer, 1024), "demo"), body, body, [ids])
-    made, own, _ = scores(ids, [1, 2, 3])
+    rng, made = np.random.default_rng(length), PromptScores(ids, 2, [1, 2, 23])  # 23 is in the prompt, too
+    own, top, of_ids = (-rng.random(shape, np.float32) for shape in (length, (length, 2), (length, 3)))
+    top_ids = rng.integers(100, 200, (length, 2)).astype(np.int32)
+    for part in (slice(1, 3), slice(3, length)):  # filled in two steps
+        made.fill(part.start, own[part], top_ids[part], top[part], of_ids[part])
     output = RequestOutput("r", None, ids, [CompletionOutput(0, finish_reason="length")], True, prompt_logprobs=made)
     response = writer.response(whole([output], writer.tally))
     assert is_long(response) == (length > 256)
