@@ -10,6 +10,7 @@ import ssl
 import subprocess
 import sys
 import time
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -43,8 +44,8 @@ def small_server(keys=None, **bounds):
 
 
 def connect(url):
-    host, _, port = url.removeprefix("http://").partition(":")
-    return socket.create_connection((host, int(port)), timeout=30)
+    address = urlsplit(url)
+    return socket.create_connection((address.hostname, address.port), timeout=30)
 
 
 @contextlib.contextmanager
@@ -178,75 +179,66 @@ def certificate(tmp_path_factory):
     if shutil.which("openssl") is None:
         pytest.skip("needs the openssl program to make a certificate")
     folder = tmp_path_factory.mktemp("tls")
-    subprocess.run(
-        [
-            "openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1",
-            "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", folder / "key.pem", "-out", folder / "cert.pem",
-        ],
-        check=True,
-        capture_output=True,
-    )  # fmt: skip
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1"
+    options = "-addext subjectAltName=IP:127.0.0.1 -keyout key.pem -out cert.pem"
+    subprocess.run(f"{command} {options}".split(), cwd=folder, check=True, capture_output=True)
     return folder
 
 
 @pytest.fixture
-def place(certificate):
-    """Address of a server over TLS, and the server."""
+def over_tls(certificate):
+    """A server over TLS, its URL, and how clients verify it."""
     keys = {"ssl_keyfile": str(certificate / "key.pem"), "ssl_certfile": str(certificate / "cert.pem")}
     with small_server(keys, max_connections=20, header_timeout=1.0) as (server, url):
-        yield ("127.0.0.1", int(url.rpartition(":")[2])), server
+        context = ssl.create_default_context(cafile=str(certificate / "cert.pem"))
+        yield server, url.replace("http:", "https:"), context
 
 
-def get(place, certificate):
-    context = ssl.create_default_context(cafile=str(certificate / "cert.pem"))
+def get(url, context):
     with httpx.Client(verify=context, timeout=30) as client:
-        answers = [client.get(f"https://127.0.0.1:{place[1]}/ready") for _ in range(3)]
-    return {answer.status_code for answer in answers}
+        return {client.get(f"{url}/ready").status_code for _ in range(3)}
 
 
-def test_requests_over_tls_are_answered(place, certificate):
-    assert get(place[0], certificate) == {200}
+def test_requests_over_tls_are_answered(over_tls):
+    _, url, context = over_tls
+    assert get(url, context) == {200}
     with pytest.raises(httpx.TransportError):
-        httpx.get(f"http://127.0.0.1:{place[0][1]}/ready", timeout=30)
-    assert get(place[0], certificate) == {200}
+        httpx.get(f"{url.replace('https:', 'http:')}/ready", timeout=30)
+    assert get(url, context) == {200}
 
 
 @pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01"])
-def test_a_handshake_has_a_deadline(place, certificate, sent):
-    address, _ = place
-    assert get(address, certificate) == {200}  # it runs
-    wires = [socket.create_connection(address, timeout=30) for _ in range(10)]
-    for wire in wires:
-        if sent:
+def test_a_handshake_has_a_deadline(over_tls, sent):
+    _, url, context = over_tls
+    assert get(url, context) == {200}  # it runs
+    with contextlib.ExitStack() as stack:
+        wires = [stack.enter_context(connect(url)) for _ in range(10)]
+        for wire in wires:
             wire.sendall(sent)
-    assert all(closed(wire, 20) for wire in wires)
-    for wire in wires:
-        wire.close()
-    assert get(address, certificate) == {200}
+        assert all(closed(wire, 20) for wire in wires)
+    assert get(url, context) == {200}
 
 
-def test_silent_handshakes_count_as_connections(place, certificate):
-    address, server = place
-    assert get(address, certificate) == {200}  # it runs
+def test_silent_handshakes_count_as_connections(over_tls):
+    server, url, context = over_tls
+    assert get(url, context) == {200}  # it runs
     server.bounds = server.bounds.model_copy(update={"header_timeout": 30.0})
     room = server.bounds.max_connections + reserve(server.bounds.max_connections)
     with contextlib.ExitStack() as stack:
-        wires = [stack.enter_context(socket.create_connection(address, timeout=30)) for _ in range(room + 10)]
+        wires = [stack.enter_context(connect(url)) for _ in range(room + 10)]
         late = wires[room:]
         assert all(closed(wire, 20) for wire in late)
         for wire in wires[20:room]:  # beyond the limit there is still room for refusals
             wire.close()
-        context = ssl.create_default_context(cafile=str(certificate / "cert.pem"))
-        url = f"https://127.0.0.1:{address[1]}/ready"
 
         def is_refused():
-            answer = httpx.get(url, verify=context, timeout=30)
+            answer = httpx.get(f"{url}/ready", verify=context, timeout=30)
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "too_many_connections")
             return True
 
         assert comes_true(is_refused, every=0.1), "the server does not notice that the others have left"
         assert not any(closed(wire, 0.01) for wire in wires[:20])
-    assert comes_true(lambda: httpx.get(url, verify=context, timeout=30).status_code == 200)
+    assert comes_true(lambda: httpx.get(f"{url}/ready", verify=context, timeout=30).status_code == 200)
 
 
 def test_the_limit_of_open_files_is_raised():

@@ -11,52 +11,37 @@ import pytest
 TOKENS = 24
 
 
-class Stream:
-    """One client's view of one request."""
-
-    def __init__(self) -> None:
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.text = ""
-        self.reason: str | None = None
-        self.done = False
-
-    async def read(self, client: httpx.AsyncClient, prompt: list[int], leave_after: int | None) -> None:
-        body = {
-            "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": True,
-            "return_token_ids": True, "logprobs": 0,
-        }  # fmt: skip
-        events = 0
-        async with client.stream("POST", "/v1/completions", json=body) as response:
-            assert response.status_code == 200
-            async for line in response.aiter_lines():
-                if line == "data: [DONE]":
-                    self.done = True
-                elif line.startswith("data: "):
-                    choice = json.loads(line[6:])["choices"][0]
-                    assert self.reason is None
-                    self.token_ids += choice["token_ids"]
-                    self.logprobs += choice["logprobs"]["token_logprobs"] if choice["logprobs"] else []
-                    self.text += choice["text"]
-                    self.reason = choice["finish_reason"]
-                    events += 1
-                    if leave_after is not None and events >= leave_after:
-                        return
+async def read(client: httpx.AsyncClient, prompt: list[int], leave_after: int | None, choices: list[dict]) -> None:
+    """Appends the choice of each event of a stream, and an empty one where the stream says that it is done."""
+    body = {
+        "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": True,
+        "return_token_ids": True, "logprobs": 0,
+    }  # fmt: skip
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200
+        async for line in response.aiter_lines():
+            if line == "data: [DONE]":
+                choices.append({})
+            elif line.startswith("data: "):
+                assert not choices or choices[-1]["finish_reason"] is None
+                choices.append(json.loads(line[6:])["choices"][0])
+                if leave_after is not None and len(choices) >= leave_after:
+                    return
 
 
-async def crowd(server, count: int, rng: random.Random) -> list[tuple[list[int], Stream, bool]]:
-    """`count` streams of which about a third is left: before the first event, or after some."""
+async def crowd(server, count: int, rng: random.Random) -> list[tuple[list[int], list[dict], bool]]:
+    """The choices of `count` streams of which about a third is left: before the first event, or after some."""
     shared = [rng.randrange(10, 2000) for _ in range(40)]
     found = []
     async with httpx.AsyncClient(base_url=server.url, timeout=600, limits=httpx.Limits(max_connections=None)) as client:
 
         async def one(prompt: list[int], leave_after: int | None, seconds: float | None) -> None:
             await asyncio.sleep(rng.random())
-            stream = Stream()
+            choices: list[dict] = []
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
-                    await stream.read(client, prompt, leave_after)
-            found.append((prompt, stream, leave_after is None and seconds is None))
+                    await read(client, prompt, leave_after, choices)
+            found.append((prompt, choices, leave_after is None and seconds is None))
 
         async with asyncio.TaskGroup() as group:
             for _ in range(count):
@@ -72,24 +57,25 @@ async def crowd(server, count: int, rng: random.Random) -> list[tuple[list[int],
 
 def check(server, found) -> None:
     server.assert_idle()
-    whole = [(prompt, stream) for prompt, stream, stayed in found if stayed]
+    whole = [(prompt, choices) for prompt, choices, stayed in found if stayed]
     assert len(whole) > len(found) // 3
     prompts, options = [prompt for prompt, _ in whole], {"ignore_eos": True, "return_token_ids": True, "logprobs": 0}
     expected = server.complete(prompts, max_tokens=TOKENS, **options).json()["choices"]
-    for (_, stream), other in zip(whole, expected, strict=True):
-        assert stream.done
-        assert stream.reason == "length"
-        assert len(stream.token_ids) == len(stream.logprobs) == TOKENS
-        at = next(
-            (j for j, (a, b) in enumerate(zip(stream.token_ids, other["token_ids"], strict=True)) if a != b), None
-        )
+    for (_, choices), other in zip(whole, expected, strict=True):
+        *choices, done = choices
+        assert done == {}
+        assert choices[-1]["finish_reason"] == "length"
+        token_ids = [token for choice in choices for token in choice["token_ids"]]
+        logprobs = [value for choice in choices if choice["logprobs"] for value in choice["logprobs"]["token_logprobs"]]
+        assert len(token_ids) == len(logprobs) == TOKENS
+        at = next((j for j, (a, b) in enumerate(zip(token_ids, other["token_ids"], strict=True)) if a != b), None)
         if at is None:
-            assert stream.text == other["text"]
+            assert "".join(choice["text"] for choice in choices) == other["text"]
         else:
             # Differently shaped matmuls may decide a tie differently; nothing else may differ.
-            assert stream.logprobs[at] == pytest.approx(other["logprobs"]["token_logprobs"][at], abs=1e-3)
-    for _, stream, stayed in found:
-        assert stayed or len(stream.token_ids) <= TOKENS
+            assert logprobs[at] == pytest.approx(other["logprobs"]["token_logprobs"][at], abs=1e-3)
+    for _, choices, stayed in found:
+        assert stayed or sum(len(choice.get("token_ids", ())) for choice in choices) <= TOKENS
     assert server.metric("mamba_jax_http_requests_in_flight") == 1  # the one that asks
 
 

@@ -4,12 +4,11 @@ import re
 
 import pytest
 
-from serving.engine.steps.warm_up import warm_up
 from tests.support.engines.engine_harness import EngineHarness
 from tests.support.engines.replicas import ReplicaMaker, admitted, check_idle
 from tests.support.engines.small_tiers import tier_mover
 from tests.support.models.letter_tokens import letters
-from tests.support.servers.live_server import completed, in_process
+from tests.support.servers.live_server import completed, in_process, warmed_up
 
 pytestmark = pytest.mark.full
 
@@ -25,10 +24,7 @@ def engines():
 
 @pytest.fixture(scope="module")
 def client(engines):
-    def prepare(engine):
-        warm_up(engine.loop, engine.vocab_size, progress=False)
-
-    with in_process(engines, prepare, admin_key="trainer") as client:
+    with in_process(engines, warmed_up, admin_key="trainer") as client:
         yield client
     check_idle(engines)
 

@@ -58,11 +58,8 @@ def test_events(server):
 
 def test_the_sdks_own_stream(server):
     form = {"structured_outputs": {"choice": ["two words"]}}  # it wants an answer that comes to its end
-    with server.openai().responses.stream(
-        model="demo", input="Hello", max_output_tokens=20, extra_body=form
-    ) as stream:  # fmt: skip
-        for _ in stream:
-            pass
+    fields = {"model": "demo", "input": "Hello", "max_output_tokens": 20, "extra_body": form}
+    with server.openai().responses.stream(**fields) as stream:
         assert stream.get_final_response().output_text == "two words"
 
 

@@ -1,7 +1,6 @@
 """The end of a server while requests run: every client is told, also where a step hangs."""
 
 import asyncio
-import json
 import logging
 import threading
 import time
@@ -59,30 +58,22 @@ async def test_the_end_tells_everybody(server, caplog):
 
     engine.step = slowly
     other = server.other_server(engine=engine, drain_timeout=0.5)
-
-    async def one(client: httpx.AsyncClient, stream: bool) -> tuple[int, str]:
-        async with client.stream("POST", "/v1/completions", json=BODY | {"stream": stream}) as answer:
-            text = ""
-            async for line in answer.aiter_lines():
-                begun.set()
-                text += line + "\n"
-            return answer.status_code, text
-
-    limits, begun = httpx.Limits(max_connections=None), asyncio.Event()
+    limits = httpx.Limits(max_connections=None)
     with caplog.at_level(logging.WARNING):
         async with httpx.AsyncClient(base_url=other.url, timeout=60, limits=limits) as client:
-            tasks = [asyncio.create_task(one(client, i % 3 > 0)) for i in range(30)]
-            await begun.wait()
-            await asyncio.sleep(0.3)
+            bodies = [BODY | {"stream": i % 3 > 0} for i in range(30)]
+            tasks = [asyncio.create_task(client.post("/v1/completions", json=body)) for body in bodies]
+            while engine.loop.stats.steps < 15:
+                await asyncio.sleep(0.01)
             other.uvicorn.should_exit = True
             answers = await asyncio.gather(*tasks)
         other.thread.join(60)
     assert not other.thread.is_alive()
-    streams = [text for status, text in answers if status == 200]
+    streams = [answer for answer in answers if answer.status_code == 200]
     assert 0 < len(streams) < 30
-    for text in streams:
-        assert last_error(text)["type"] == "unavailable_error"
-    for status, text in answers:
-        assert status in (200, 503), text
-        assert status == 200 or json.loads(text)["error"]["code"] == "engine_stopped"
+    for answer in streams:
+        assert last_error(answer.text)["type"] == "unavailable_error"
+    for answer in answers:
+        assert answer.status_code in (200, 503), answer.text
+        assert answer.status_code == 200 or answer.json()["error"]["code"] == "engine_stopped"
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR], caplog.text

@@ -58,6 +58,11 @@ def in_process(engines, prepare=None, **settings):
         yield client
 
 
+def warmed_up(engine) -> None:
+    """Compiles an engine's programs, as `prepare`."""
+    warm_up(engine.loop, engine.vocab_size, progress=False)
+
+
 def completed(client, prompt=(5, 6, 7) * 6, headers=None, **fields):
     """A greedy completion by a client of `in_process`."""
     body = {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": 4, "return_token_ids": True} | fields
@@ -81,20 +86,10 @@ class LiveServer:
         listening = listening or socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         chosen = ServerSettings.create(**({"served_model_name": "demo", "log_requests": False} | settings))
-        app = create_app(
-            self.async_engine,
-            chosen,
-            routers=routers,
-            prepare=(lambda engine: warm_up(engine.loop, engine.vocab_size, progress=False)) if prepare else None,
-        )
+        app = create_app(self.async_engine, chosen, routers=routers, prepare=warmed_up if prepare else None)
         self.context = app.state.context
-        self.uvicorn = Server(
-            app,
-            chosen,
-            drain_timeout=drain_timeout,
-            leave=partial(self.async_engine.shutdown, STEP_TIMEOUT),
-            root_path=chosen.root_path,
-        )
+        leave = partial(self.async_engine.shutdown, STEP_TIMEOUT)
+        self.uvicorn = Server(app, chosen, drain_timeout=drain_timeout, leave=leave, root_path=chosen.root_path)
         self.thread = threading.Thread(target=partial(self.uvicorn.run, sockets=[listening]), daemon=True)
         self.thread.start()
         self.http = httpx.Client(base_url=self.url, timeout=120)
