@@ -1,6 +1,5 @@
 """Waiting requests are served in turn: clients, then requests, then the choices of a request."""
 
-import random
 from collections import Counter
 from collections.abc import Iterable
 
@@ -85,19 +84,6 @@ def test_clients_take_turns() -> None:
     assert line.names(4, ending=True) == ["b0+", "a1+", "b1+", "a2+"]
 
 
-def test_clients_with_one_request_at_a_time_are_not_always_first() -> None:
-    line, found = Line(), Counter[str | None]()
-    line.add("a", 3, client="a")
-    line.add_each("bc")
-    for number in range(9):
-        request = line.admit()
-        line.end(request)
-        found[request.client] += 1
-        if request.client != "a":
-            line.add(f"{number}", client=request.client)
-    assert found == dict.fromkeys("abc", 3)
-
-
 def test_nothing_is_kept_of_clients_that_have_gone() -> None:
     line = Line()
     for number in range(100):
@@ -105,16 +91,6 @@ def test_nothing_is_kept_of_clients_that_have_gone() -> None:
         line.end(line.admit())
         line.end(*line.add(f"canceled{number}", client=f"c{number}"))
     assert not any(kept for kept in vars(line.queues).values() if isinstance(kept, dict))
-
-
-def test_turns_at_one_priority_do_not_delay_new_clients_at_another() -> None:
-    line = Line()
-    line.add_each((f"{client}{i}" for client in "ab" for i in range(9)), priority=1)
-    for number in range(50):
-        line.add(f"high{number}", client="c")
-        line.end(line.admit())
-    line.add("new", client="d", priority=1)
-    assert line.names(3, ending=True) == ["a0", "b0", "new"]
 
 
 def test_a_client_with_more_rows_saves_up_one_turn_at_most() -> None:
@@ -140,29 +116,11 @@ def test_canceled_requests_at_other_priorities_change_no_turn() -> None:
     assert found == {"a": 10, "x": 10}
 
 
-def test_the_client_with_the_fewest_rows_is_next() -> None:
-    line = Line()
-    line.add("a", 6, client="a")
-    assert line.names(4) == ["a", "a#1", "a#2", "a#3"]
-    line.add("b", 3, client="b")
-    assert line.names(5) == ["b", "b#1", "b#2", "a#4", "a#5"]
-
-
 def test_priority_comes_first() -> None:
     line = Line()
     line.add("low", 2, client="a", priority=1)
     line.add("high", 2, client="b")
     assert line.names(4) == ["high", "high#1", "low", "low#1"]
-
-
-@pytest.mark.parametrize("client", [None, "other"])
-def test_a_new_request_waits_for_few_choices_of_one_with_many(client: str | None) -> None:
-    line = Line()
-    for prompt in range(8):
-        line.add(f"greedy{prompt}", 128, client="greedy" if client else None)
-    line.names(100)
-    line.add("victim", client=client)
-    assert "victim" in line.names(9)
 
 
 def test_later_choices_are_not_overtaken_for_ever() -> None:
@@ -175,38 +133,6 @@ def test_later_choices_are_not_overtaken_for_ever() -> None:
         if not any(request.request_id.startswith("many") for request in line.queues.waiting):
             return
     raise AssertionError("later choices starve")
-
-
-def test_random_queues_keep_their_books() -> None:
-    rng, line = random.Random(3), Line()
-    running: list[Request] = []
-    for i in range(2000):
-        match rng.randrange(4):
-            case 0:
-                line.add(f"r{i}", rng.randrange(1, 5), rng.choice([None, "a", "b"]), rng.choice([0, 0, 1]))
-            case 1 if line.queues.waiting:
-                running.append(line.admit())
-            case 2 if running:
-                back = running.pop(rng.randrange(len(running)))
-                line.queues.leave(back)
-                line.queues.free_row_ids.append(1)
-                rows = line.queues.rows
-                waiting = [
-                    other for other in line.queues.waiting
-                    if other.priority == back.priority and rows[other.client] <= rows[back.client]
-                ]  # fmt: skip
-                if waiting and rng.random() < 0.5:
-                    line.queues.enqueue_behind(back, waiting[0])
-                    order = list(line.queues.in_turn())
-                    assert order.index(waiting[0]) < order.index(back)
-                else:
-                    line.queues.enqueue(back)
-            case 3 if line.queues.waiting:
-                gone = rng.choice(line.queues.waiting)
-                line.queues.leave(gone)
-                del line.queues.unfinished[gone.request_id]
-        line.queues.check()
-        assert Counter(line.queues.in_turn()) == Counter(line.queues.waiting)
 
 
 @pytest.mark.parametrize(("client", "steps"), [(None, DISPLACE_AFTER + 2), ("victim", 2)])
@@ -288,13 +214,9 @@ def counts(policy: DraftPolicy, rows: list[Request]) -> list[int]:
     return [policy.wanted(row) for row in rows]
 
 
-def test_without_a_policy_there_are_always_as_many_as_fit() -> None:
-    assert counts(DraftPolicy(3), requests(64)) == [3] * 64
-
-
-def test_nothing_is_known_at_first() -> None:
-    assert counts(AdaptiveDrafts(3, knee=5), requests(1)) == [3]
-    assert counts(AdaptiveDrafts(3, knee=100), requests(32)) == [3] * 32
+def test_all_that_fit_where_nothing_is_known() -> None:
+    for policy, rows in ((DraftPolicy(3), 64), (AdaptiveDrafts(3, knee=5), 1), (AdaptiveDrafts(3, knee=100), 32)):
+        assert counts(policy, requests(rows)) == [3] * rows
 
 
 def test_none_where_a_full_batch_makes_them_expensive() -> None:
