@@ -23,6 +23,8 @@ from serving.core.scheduler import Scheduler
 from tests.serving.core.truth import Model, Truth, Violation, absorb, expect, start_digest
 
 JUNK = -1
+SlotWrites = list[tuple[int, tuple[int, int]]]
+"""Slots, and what is written to each: how many tokens it absorbed, and their digest."""
 
 
 @dataclass
@@ -129,7 +131,7 @@ class Device:
         for (_, target), content in copies:
             self._check_page_write(target, scheduler, "a copy")
             self.pages[target] = content
-        slot_writes: list[tuple[int, tuple[int, int]]] = []
+        slot_writes: SlotWrites = []
         slot_reads: set[int] = set()
         reads: list[tuple[Row, int]] = []
         for row in rows:
@@ -150,9 +152,7 @@ class Device:
             expect(scheduler.cache.pools[0].owners[slot] is None, "a published slot is written", slot)
             self.slots[slot] = content
 
-    def _row(
-        self, row: Row, slot_writes: list[tuple[int, tuple[int, int]]], scheduler: Scheduler
-    ) -> tuple[int, list[int], int]:
+    def _row(self, row: Row, slot_writes: SlotWrites, scheduler: Scheduler) -> tuple[int, list[int], int]:
         """One row: how many tokens its sequence has absorbed of which all are right, what it emitted, where it read."""
         own, request = self.rows[row.row_id], row.request
         live = not request.finished
@@ -223,15 +223,9 @@ class Device:
         return length, digest
 
     def _extend_tail(
-        self,
-        row: DecodeRow,
-        own: DeviceRow,
-        slot_writes: list[tuple[int, tuple[int, int]]],
-        read: int,
-        anchor: int,
-        start: int,
+        self, row: DecodeRow, own: DeviceRow, slot_writes: SlotWrites, read: int, anchor: int, start: int,
         fed: list[tuple[int, int]],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """A decode step under replay: inputs into the tail, and the state at a multiple of R, if it is reached."""
         tail, interval = self.tails[row.row_id], self.config.replay_interval
         expect(start - anchor + len(fed) <= len(tail), "the tail is too short", row)

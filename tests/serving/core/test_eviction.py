@@ -13,14 +13,8 @@ from tests.serving.core.drive import Loop
 
 def kept(loop: Loop, prompt: list[int]) -> list[int]:
     """Positions of a prompt at which a state is still to be found."""
-    found, limit = [], len(prompt)
-    while limit:
-        match = loop.index.find(prompt[:limit], Scope(None))
-        if match.entry is None:
-            break
-        found.append(match.entry.position)
-        limit = match.entry.position - 1
-    return found[::-1]
+    found = {loop.index.find(prompt[:length], Scope(None)).position for length in range(1, len(prompt) + 1)}
+    return sorted(found - {0})
 
 
 @pytest.mark.parametrize("seed", range(20))

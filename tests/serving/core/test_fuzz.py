@@ -5,11 +5,8 @@ published or shared, the index and the pools after each step, and the accounts a
 """
 
 import importlib
-import random
 import statistics
 import time
-from itertools import count as numbers
-from itertools import islice
 
 import pytest
 
@@ -20,10 +17,9 @@ from serving.core.requests.request import Request
 from serving.core.scheduler import Scheduler
 from tests.serving.core.mutations import CORE
 from tests.serving.core.mutations.registry import Fault
-from tests.serving.core.schedules import random_config, run_seed, run_seeds
+from tests.serving.core.schedules import run_seed, run_seeds
 
 SHARDS = 4
-DEFAULT_EXAMPLES = 20_000
 
 REACHED = """\
 abort running, abort waiting, accepted_tokens, anchors, blocked, boundaries_not_kept, cached_tokens, displacements,
@@ -33,28 +29,13 @@ miss caching_off, miss evicted, miss not_found, miss not_yet_written, miss promp
 miss state_evicted, miss too_short, miss weights_changed""".replace("\n", " ").split(", ")
 
 
-def examples(request: pytest.FixtureRequest) -> int:
-    """How many schedules in all."""
-    return int(request.config.getoption("--examples", default=DEFAULT_EXAMPLES))
-
-
 @pytest.mark.fuzz
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_random_schedules(shard: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "DISPLACE_AFTER", 2)  # schedules are short
-    count = -(-examples(request) // SHARDS)
+    count = -(-request.config.option.examples // SHARDS)
     first = shard * 1_000_000_000
     run_seeds(run_seed, range(first, first + count), REACHED if count >= 2_000 else ())
-
-
-@pytest.mark.slow
-@pytest.mark.fuzz
-@pytest.mark.parametrize("shard", range(SHARDS))
-def test_random_schedules_by_replay(shard: int, request: pytest.FixtureRequest) -> None:
-    """Only those whose rows are held by anchors, which are a third of all: `--examples N` of them."""
-    first = (10 + shard) * 1_000_000_000
-    by_replay = (seed for seed in numbers(first) if random_config(random.Random(seed)).replay_interval > 1)
-    run_seeds(run_seed, list(islice(by_replay, -(-examples(request) // SHARDS))), ["anchors"])
 
 
 DECODING = 32

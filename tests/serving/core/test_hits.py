@@ -16,13 +16,14 @@ PROMPT = list(range(100, 111))  # 11 tokens: B = 4, so boundaries at 4 and 8, an
 
 @pytest.mark.parametrize("mode", ["align", "all"])
 @pytest.mark.parametrize("pages", [0, 200])
-def test_repeated_prompt_computes_nothing(mode: str, pages: int) -> None:
+@pytest.mark.parametrize("prompt", [PROMPT, PROMPT[:8]], ids=["end inside a page", "whole blocks"])
+def test_repeated_prompt_computes_nothing(mode: str, pages: int, prompt: list[int]) -> None:
     loop = Loop(cache_mode=mode, num_pages=pages)
-    first = loop.run(PROMPT, max_tokens=3)
+    first = loop.run(prompt, max_tokens=3)
     assert first.lookup.num_cached_tokens == 0
     loop.plans.clear()
-    again = loop.run(PROMPT, max_tokens=3)
-    assert again.lookup.num_cached_tokens == len(PROMPT)
+    again = loop.run(prompt, max_tokens=3)
+    assert again.lookup.num_cached_tokens == len(prompt)
     assert again.lookup.miss_reason is None
     (row,) = loop.plans[0].decode
     assert (row.num_tokens, row.access.writes, row.sample, row.continues) == (0, (), True, False)
@@ -75,12 +76,6 @@ def test_short_tail_is_a_decode_row_with_drafts_on_and_a_prefill_row_without() -
         loop.run(PROMPT, max_tokens=2)
         assert bool(loop.plans[0].decode) == decoding
         assert bool(loop.plans[0].prefill) != decoding
-
-
-def test_prompt_of_whole_blocks_needs_no_column_before() -> None:
-    loop = Loop(cache_mode="align")
-    loop.run(PROMPT[:8], max_tokens=1)
-    assert loop.run(PROMPT[:8], max_tokens=1).lookup.num_cached_tokens == 8
 
 
 def test_twins_of_one_step_do_not_read_each_other() -> None:

@@ -13,17 +13,12 @@ from serving.core.tiers.tier import Sizes, Tier, Unit
 from serving.core.tiers.tiers import FetchCosts, Tiers
 from tests.serving.core.drive import Loop
 from tests.serving.core.schedules import run_seeds
-from tests.serving.core.test_fuzz import SHARDS, examples
+from tests.serving.core.test_fuzz import SHARDS
 from tests.serving.core.tiered import run_tiered
 from tests.serving.core.truth import Violation
 from tests.serving.core.units import B, unit
 
 SIZES = Sizes(state=10, page=2, page_size=2, block=B)
-
-
-def find(tier: Tier, tokens: list[int], beyond: int = 0, salt: str | None = None) -> int:
-    found = tier.find(Chain(Scope(salt), B), tokens, beyond)
-    return found.position if found is not None else 0
 
 
 def test_names_depend_on_all_tokens_before_and_on_the_scope():
@@ -163,7 +158,7 @@ REACHED = (
 @pytest.mark.fuzz
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_random_schedules_with_tiers(shard: int, request: pytest.FixtureRequest) -> None:
-    count = max(100, examples(request) // 10 // SHARDS)
+    count = max(100, request.config.option.examples // 10 // SHARDS)
     first = 5_000_000_000 + shard * 1_000_000
     run_seeds(run_tiered, range(first, first + count), REACHED if count >= 400 else ())
 
@@ -227,7 +222,8 @@ def test_random_books():
         beyond = rng.randrange(12)
         deepest = max((len(each) for other, each, _ in held.values()
                        if other == salt and each == tokens[: len(each)]), default=0)  # fmt: skip
-        assert find(tier, tokens, beyond, salt) == (deepest if deepest > beyond else 0)
+        found = tier.find(Chain(Scope(salt), B), tokens, beyond)
+        assert (found.position if found is not None else 0) == (deepest if deepest > beyond else 0)
     assert min(tier.stats.not_kept, tier.stats.evicted, tier.stats.lost) > 10
 
 

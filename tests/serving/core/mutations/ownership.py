@@ -78,17 +78,12 @@ def adopt_without_reference(whole, self, at, page):
 
 @mutation(40, PrefixIndex, "evict_state")
 def evict_in_use(whole, self, max_rank=None):
-    for root in self.roots.values():
-        stack = [root]
-        while stack:
-            node = stack.pop()
-            for entry in list(node.states.values()):
-                if self.slots.refs[entry.slot]:
-                    self.slots.refs[entry.slot] = 0
-                    self.slots.cached_of[0] += 1
-                self.drop_state(entry)
-                return True
-            stack += node.children.values()
+    for entry in filter(None, self.slots.owners):
+        if self.slots.refs[entry.slot]:
+            self.slots.refs[entry.slot] = 0
+            self.slots.cached_of[0] += 1
+        self.drop_state(entry)
+        return True
     return False
 
 
@@ -182,4 +177,5 @@ mutation(27, RowPages, "return_surplus")(lambda whole, self, tokens: None)
 mutation(52, RetentionPolicy, "rank")(lambda whole, self, entry: 1)
 mutation(53, RetentionPolicy, "rank")(lambda whole, self, entry: int(not entry.below))
 mutation(54, Cache, "can_spare_slot")(lambda whole, self, *, admitting=False: True)
+mutation(93, Pool, "member_of")(lambda whole, self, index: 0)
 mutation(55, RetentionPolicy, "is_low_value")(lambda whole, self, prompt_len, position, kind: False)

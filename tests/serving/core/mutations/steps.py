@@ -203,18 +203,6 @@ def turns_forgotten(whole, self, *step):
     self._served = {client: at for client, at in self._served.items() if client in self._deficits}
 
 
-# -- one expression in the place of a function --
-
-mutation(24, RowSnapshots, "advance")(lambda whole, self, access, before, kept: whole(self, access, before, 1))
-mutation(31, SchedulerState, "preempt_later")(lambda whole, self, request, plan: False)
-mutation(32, RowPages, "_unshare")(lambda whole, self, pool: None)
-mutation(50, RowState, "_read_slot")(lambda whole, self, after: self._current or whole(self, after))
-mutation(51, Budget, "grant_share")(lambda whole, self: None)
-mutation(56, admission, "_waits_for_sibling")(lambda whole, host, request: False)
-mutation(57, RetentionPolicy, "stops")(lambda whole, self, length, hit, _, marks: whole(self, length, hit, 0, marks))
-mutation(58, RetentionPolicy, "stops")(lambda whole, self, length, hit, matched, marks: [])
-
-
 @mutation(67)
 def spare_leased_twice(patch: Patch) -> None:
     last: dict[int, int] = {}
@@ -293,6 +281,14 @@ def old_checkpoint_kept(whole, self, access, before, kept):
 
 # -- one expression in the place of a function --
 
+mutation(24, RowSnapshots, "advance")(lambda whole, self, access, before, kept: whole(self, access, before, 1))
+mutation(31, SchedulerState, "preempt_later")(lambda whole, self, request, plan: False)
+mutation(32, RowPages, "_unshare")(lambda whole, self, pool: None)
+mutation(50, RowState, "_read_slot")(lambda whole, self, after: self._current or whole(self, after))
+mutation(51, Budget, "grant_share")(lambda whole, self: None)
+mutation(56, admission, "_waits_for_sibling")(lambda whole, host, request: False)
+mutation(57, RetentionPolicy, "stops")(lambda whole, self, length, hit, _, marks: whole(self, length, hit, 0, marks))
+mutation(58, RetentionPolicy, "stops")(lambda whole, self, length, hit, matched, marks: [])
 mutation(66, RowReplay, "trim")(lambda whole, self, after: whole(self, None))
 mutation(71, RowReplay, "advance")(lambda whole, self, access, before, kept: whole(self, access, before, access.room))
 mutation(72, RowReplay, "resume_from")(lambda whole, self, slot, at: whole(self, slot, at - at % self._interval))
