@@ -108,21 +108,6 @@ def test_both_at_once_keep_to_the_caps(start, tmp_path):
     assert sum(tier["arrived"] for tier in tiers(other).values()) > 5, "it finds what the first has left"
 
 
-def test_what_is_damaged_is_dropped_for_all(start, tmp_path):
-    one, other = start(**DISK)
-    fill(one)
-    tier_mover(one).settle()
-    for path in (tmp_path / "disk").rglob("*.safetensors"):
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 16
-        path.write_bytes(data)
-    held = len(tier_mover(one).disk.tier)
-    assert ask(other, "again", tokens(1, 61)) == 0
-    assert tiers(other)["disk"]["lost"] > 0
-    assert len(tier_mover(one).disk.tier) < held
-    assert ask(other, "third", tokens(1, 61)) == 61, "it has computed it"
-
-
 def test_one_that_fails_harms_the_others_neither_in_memory_nor_on_the_disk(start, monkeypatch):
     one, other = start(**HOST, **DISK)
     leaving = tier_mover(one)
