@@ -138,12 +138,7 @@ class Drafters:
         """Programs that no other engine or run uses."""
         return StepPrograms(self.on.model, tile_size=TILE, **({"compiler_options": QUICK_COMPILE} | self._options))
 
-    @property
-    def programs(self) -> StepPrograms:
-        """Those that engines of the usual tiles share."""
-        return self.programs_of(TILE)
-
-    def programs_of(self, tile_size: int) -> StepPrograms:
+    def programs_of(self, tile_size: int = TILE) -> StepPrograms:
         """Those that engines of such tiles share."""
         if tile_size not in self._programs:
             self._programs[tile_size] = shared_programs(self.on.model, tile_size=tile_size, **self._options)
@@ -189,15 +184,16 @@ class Drafters:
 
             def run(state, tokens, length):
                 model = nnx.merge(graph, state)
-                layout = _Spy(SequenceLayout.of(1, MAX_LEN, length[None]))
+                layout, attend = SequenceLayout.of(1, MAX_LEN, length[None]), SequenceLayout.attend
                 hidden, _ = model.run(tokens, layout, None)
                 if self.of_blocks:
                     last = model.drafter.layers[-1].attention
                     k, v = last.keys_values(model.draft_input(hidden), layout)
                     return None, jnp.stack([k, v], axis=2).reshape(MAX_LEN, -1, k.shape[-1])
                 before = jnp.roll(model.draft_input(hidden), 1, axis=0)
-                out, _ = model.draft(tokens, before, layout, None)
-                k, v = layout.seen[-1]
+                with mock.patch.object(SequenceLayout, "attend", autospec=True, side_effect=attend) as attended:
+                    out, _ = model.draft(tokens, before, layout, None)
+                _, _, k, v, *_ = attended.call_args.args
                 logits = model.draft_logits(out)
                 of_draft = model.draft_tokens(jnp.arange(logits.shape[1]))
                 said = jnp.full((MAX_LEN, ENGINE_VOCAB), -jnp.inf).at[:, of_draft].set(jax.nn.log_softmax(logits))
@@ -209,20 +205,6 @@ class Drafters:
         padded[: len(tokens)] = tokens
         said, kept = run(state, padded, np.int32(len(tokens)))
         return None if said is None else np.asarray(said), np.asarray(kept)
-
-
-class _Spy:
-    """A layout that remembers the keys and values it was given."""
-
-    def __init__(self, layout: SequenceLayout) -> None:
-        self._layout, self.seen = layout, []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layout, name)
-
-    def attend(self, q, k, v, kv, span):
-        self.seen.append((k, v))
-        return self._layout.attend(q, k, v, kv, span)
 
 
 @functools.cache

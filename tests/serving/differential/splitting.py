@@ -9,7 +9,6 @@ from collections import Counter
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 from serving.config import EngineConfig
 from serving.core.requests.request import RemoteState
@@ -17,7 +16,6 @@ from serving.split.decode_side import DecodeSide
 from serving.split.prefill_side import ONCE, PrefillSide, fed_tokens
 from serving.split.wire import Handoff, Offer, SplitError, StateRequest
 from serving.split.worker import Worker
-from serving.state_transfer import source
 from serving.state_transfer.programs import PointPrograms
 from tests.support.engines.shared_engines import FLAGS, MAX_LEN, TILE, SharedEngines
 from tests.support.fleets.split_pair import DelayedExecutor, DirectTransport
@@ -150,8 +148,3 @@ class OtherSide:
         for name in _COUNTED:
             self._met[name] += getattr(self._here.stats, name)
         return self._met
-
-
-def impatient():
-    """An engine that never waits for an arrival: here they come between its steps."""
-    return mock.patch.object(source, "PATIENCE", 0.0)

@@ -62,7 +62,7 @@ def run(compiles: str | None = None, *, layer: bool, replay: bool = False) -> No
     flags = {"state_block_size": TILE, "max_num_batched_tokens": 28, "adaptive_drafts": False}
     flags["replay_interval"] = TILE if replay else 1
     on = drafters(SMALLEST, most=2, layer=layer)
-    programs = PatchedPrograms(on.programs, on.compile_anew() if compiles else None, compiles)
+    programs = PatchedPrograms(on.programs_of(), on.compile_anew() if compiles else None, compiles)
     engine = on.engine("all", DRAFTING, scripts, programs=programs, **flags)
     watch = Watch(on, DRAFTING)
     outputs, lost = {}, []

@@ -8,6 +8,7 @@ import itertools
 import random
 from collections import Counter
 from dataclasses import dataclass
+from unittest.mock import Mock
 
 import pytest
 
@@ -144,24 +145,14 @@ def test_each_says_what_it_says_alone(drafts: Drafts) -> None:
             assert engine.loop.programs.compilations == compiled
         tight = engine_of(drafts, mode, num_pages=13)
         vary(tight, drafts)
-        tight.loop.fault = _fails_once(20)
+        lost = RuntimeError("injected: the device is lost")
+        tight.loop.fault = Mock(side_effect=itertools.chain([None] * 19, [lost], itertools.repeat(None)))
         check(range(15), together(tight, range(15), aborted=6))
         assert tight.loop.stats.failures == 1
         preempted += tight.loop.scheduler.stats()["preemptions"]
         compiled = engine.loop.programs.compilations
     assert accepted
     assert preempted
-
-
-def _fails_once(step: int):
-    left = [step]
-
-    def fault(plan) -> None:
-        left[0] -= 1
-        if left[0] == 0:
-            raise RuntimeError("injected: the device is lost")
-
-    return fault
 
 
 @pytest.mark.full

@@ -9,6 +9,7 @@ whose bits do not depend on the schedule come in addition. See `traces.draw` for
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kernels_pallas.native import WHY_MISSING
@@ -18,12 +19,15 @@ from tests.support.engines.shared_engines import (
     EXACT,
     INVARIANT,
     INVARIANT_MODELS,
+    MEMBERS,
     PROGRAMS,
     SAMPLINGS,
     SMALLEST,
+    TOLERANCE,
     VARIANTS,
     engines_of,
 )
+from tests.support.selection import some_slow
 
 DEFAULT_EXAMPLES = 20_000
 FULL, SLOW = pytest.mark.full, pytest.mark.slow
@@ -52,9 +56,25 @@ def few_tokens_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mamba_jax.sharding.axis.LEAST_TOKENS", 9)
 
 
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", some_slow(PROGRAMS, *(PROGRAMS.keys() - {"nemotronh", "kimi", "selective"})))
+def test_the_reference_is_what_the_model_says(name: str) -> None:
+    """One at a time through the engine is the same as the whole sequence at once, without any store."""
+    on = engines_of(name)
+    for prompt in [(5,), tuple(range(3, 20)), tuple(range(50, 90))]:
+        (line,) = on.alone(prompt)
+        said = on.whole([*prompt, *line.tokens])[len(prompt) - 1 : -1]
+        chosen = np.take_along_axis(said, np.array(line.tokens)[:, None], axis=1)[:, 0]
+        np.testing.assert_allclose(line.logprobs, chosen, atol=TOLERANCE)
+        assert (said.max(axis=1) - chosen < TOLERANCE).all()
+    # An early token still matters late: were the state forgotten quickly, these tests would see little.
+    changed = np.abs(on.whole([7, *range(60)])[-1] - on.whole([8, *range(60)])[-1]).max()
+    assert changed > 10 * TOLERANCE
+
+
 def examples(request: pytest.FixtureRequest, per_trace: int, least: int) -> int:
     """How many traces to run: each counts as so many symbolic schedules of `--examples N`."""
-    return max(least, int(request.config.getoption("--examples", default=DEFAULT_EXAMPLES)) // per_trace)
+    return max(least, request.config.option.examples // per_trace)
 
 
 @pytest.mark.full
@@ -80,7 +100,7 @@ def test_traces_with_drafts(shard: int, request: pytest.FixtureRequest) -> None:
     assert met["wasted right"] <= met["cut"] * 24
     for name in set(DRAFTING_MODELS):
         # Seats with and without penalties, page tables, prefill, and decoding with and without drafts.
-        assert drafters(name).programs.compilations <= 6, "a trace has compiled something"
+        assert drafters(name).programs_of().compilations <= 6, "a trace has compiled something"
 
 
 @pytest.mark.full
@@ -100,6 +120,7 @@ def case(
     return pytest.param(first, count, reached, ties, how, id=name, marks=mark)
 
 
+RECURRENCES = ("nemotronh", "joined", "kimi", "lightning", "selective")
 REPLAY = {"replay": 8}
 ANCHORS = ("anchors",)
 KINDS = ("lora", "state", "both", "no adapter")
@@ -146,6 +167,20 @@ CASES = [
         for first, model, mark in ((52_000_000, "kimi", FULL), (53_000_000, "lightning", SLOW),
                                    (54_000_000, "selective", FULL))
     ),
+    # Up to R / 2 - 1 drafts, and never more than 5; requests have 0, 1, 3 and 5 of them and other numbers.
+    *(
+        case(", ".join((f"more, replay {replay}, {model}", *how)), first, count, (*COMMON, *ANCHORS), mark=SLOW,
+             model=model, replay=replay, **how)
+        for how, models, intervals, first, count in (
+            ({}, MODELS, (2, 4, 8, 16, 32, 64), 1_000, 150),
+            ({"drafts": True}, RECURRENCES, (4, 8, 16, 32, 64), 50_001_000, 100),
+            ({"drafts": True, "split": True}, RECURRENCES, (8, 32), 50_002_000, 100),
+        )
+        for model in models
+        for replay in intervals
+    ),
+    case("more, split", 300, 400, SPLIT, mark=SLOW, split=True),
+    case("more, split, drafts", 50_000_300, 200, SPLIT, mark=SLOW, split=True, drafts=True),
     # The prefill side has rows of either form.
     case("replay, split", 0, 40, (*COMMON, *ANCHORS, "full", "recompute-last", "arrived"), split=True,
          model="nemotronh", **REPLAY),
@@ -216,6 +251,13 @@ CASES = [
          drafts=True),
     bits("joined", "float32", 4, "mixed", mixed=True),
     bits("joined", "bfloat16", 5, "lora", adapters=True),
+    # Members of several devices, with what their traces above do not have.
+    *(
+        case(f"{MEMBERS}, {way}", 50_000_000, 5, ("cached_tokens", *reached), mark=(mark, NEEDS_NATIVE), ties=0,
+             model=MEMBERS, **{way: True})
+        for way, mark, reached in (("split", FULL, ("arrived",)), ("adapters", SLOW, ("lora", "state")),
+                                   ("drafts", SLOW, ("layer", "accepted right")))
+    ),
 ]  # fmt: skip
 
 
@@ -227,36 +269,10 @@ def test_traces_of_other_kinds(
     met = run_traces(first, count, reached=reached, ties=ties, **how)
     assert met["mixed"] > count or not how.get("mixed")
     assert ties or not met["cut"]
-    if "two members" in (model := how.get("model", "")):
+    if "two members" in (model := how.get("model", "")) and "adapters" not in how:
         cache = engines_of(model).programs.cache
         divided = {" all-to-all(" in compiled.as_text() for name, compiled in cache if name == "PrefillBatch"}
         assert divided == ({False, True} if engines_of(model).invariant else {True})
-
-
-RECURRENCES = ("nemotronh", "joined", "kimi", "lightning", "selective")
-MORE = [
-    *(({"model": model, "replay": replay}, 1_000, 150) for model in MODELS for replay in (2, 4, 8, 16, 32, 64)),
-    # Up to R / 2 - 1 drafts, and never more than 5; requests have 0, 1, 3 and 5 of them and other numbers.
-    *(
-        ({"model": model, "replay": replay, "drafts": True}, 50_001_000, 100)
-        for model in RECURRENCES
-        for replay in (4, 8, 16, 32, 64)
-    ),
-    *(
-        ({"model": model, "replay": replay, "drafts": True, "split": True}, 50_002_000, 100)
-        for model in RECURRENCES
-        for replay in (8, 32)
-    ),
-    ({"split": True}, 300, 400),
-    ({"split": True, "drafts": True}, 50_000_300, 200),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.fuzz
-@pytest.mark.parametrize(("how", "first", "count"), MORE)
-def test_more_traces(how: dict[str, Any], first: int, count: int) -> None:
-    run_traces(first, count, reached=(*COMMON, *ANCHORS) if "model" in how else SPLIT, **how)
 
 
 @pytest.mark.slow

@@ -11,14 +11,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 from serving.core.errors import RequestError
 from serving.engine.requests.adapters import LoRARequest
 from serving.engine.requests.sampling_params import SamplingParams
+from serving.state_transfer import source
 from tests.serving.core.schedules import run_seeds
 from tests.serving.differential.drafting import COUNTS, MOST, SPARE_SLOTS, Drafters, Drafting, Watch, drafters, tally
 from tests.serving.differential.judging import Divergence, judge
-from tests.serving.differential.splitting import OtherSide, Split, draw_split, impatient
+from tests.serving.differential.splitting import OtherSide, Split, draw_split
 from tests.support.engines.engines import Continuation
 from tests.support.engines.shared_engines import (
     FLAGS,
@@ -135,15 +137,9 @@ def draw(
         asks.append(_ask(rng, on, f"{number}", prompt, arrival, own[number]))
         arrival += rng.randrange(spread + 1)
     length = arrival + 20
-    trace = Trace(
-        seed=seed,
-        model=model,
-        flags=flags,
-        mode=mode,
-        asks=asks,
-        failing=set(rng.sample(range(1, length), rng.choice([0, 0, 0, 1, 2]))),
-        withdrawn=set(rng.sample(range(1, length), rng.choice([0, 0, 1, 2]))),
-    )
+    failing = set(rng.sample(range(1, length), rng.choice([0, 0, 0, 1, 2])))
+    withdrawn = set(rng.sample(range(1, length), rng.choice([0, 0, 1, 2])))
+    trace = Trace(seed, model, flags, mode, asks, failing, withdrawn)
     if drafts:
         sources = drafters(model).sources
         trace.drafting = {
@@ -322,7 +318,7 @@ def run_traces(
     first: int, count: int, *, reached: Sequence[str] = (), ties: float = 1 / 200, **how: Any
 ) -> Counter[str]:
     """Runs traces from a seed on, and checks what they met together. `ties`: of comparisons that near-ties may cut."""
-    with impatient():
+    with mock.patch.object(source, "PATIENCE", 0.0):  # no engine waits for an arrival: they come between its steps
         met = run_seeds(functools.partial(run_trace, **how), range(first, first + count), reached)
     assert met["cut"] <= 1 + met["comparisons"] * ties, "too many comparisons were cut short by near-ties"
     assert met["accepted wrong"] == 0
