@@ -58,6 +58,7 @@ class Line:
         """The next requests that are admitted; `ending`: each ends before the next one is."""
         found = []
         for _ in range(count):
+            assert Counter(self.queues.in_turn()) == Counter(self.queues.waiting)
             request = self.admit()
             found.append(request.request_id)
             if ending:
