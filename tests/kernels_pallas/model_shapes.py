@@ -112,7 +112,6 @@ GATED = (
     GatedRecurrence("nemotron-h-8b", 128, 64, 8, 128),
     GatedRecurrence("bamba-9b", 128, 64, 1, 128, tile_size=256),
     GatedRecurrence("falcon-h1-7b", 24, 128, 1, 256, norm=False),
-    GatedRecurrence("mamba2-2.7b", 80, 64, 1, 128),
     GatedRecurrence("norm before the gate", 8, 32, 2, 16, width=2, bias=False, norm_before_gate=True),
 )
 
@@ -140,7 +139,6 @@ class Selective(Decoded):
 SELECTIVE = (
     Selective("falcon-mamba-7b", inner=8192, state=16, rows=32, steps=4),
     Selective("mamba-2.8b", inner=5120, state=16),
-    Selective("jamba-1.5-mini", inner=8192, state=16, rows=128),
     Selective("27 channels, states of 5", inner=27, state=5, tile_size=36, rows=5, steps=2),
     Selective("one channel", inner=1, state=3, tile_size=32, rows=2),
 )
@@ -160,10 +158,6 @@ class Convolution(Shape):
 
 CONVOLUTIONS = (
     Convolution("nemotron-h-8b, x", channels=8192),
-    Convolution("nemotron-h-8b, b and c", channels=2048),
-    Convolution("nemotron-3-nano, x", channels=4096),
-    Convolution("bamba-9b, b and c", channels=256, tile_size=256),
-    Convolution("granite-4.0-h-small, x", channels=8192, tile_size=256),
     Convolution("width 2, no bias", channels=216, width=2, bias=False, tile_size=4),
     Convolution("width 3", channels=9, width=3, tile_size=8),
     Convolution("tile shorter than the window", channels=24, width=6, tile_size=2),
@@ -185,7 +179,6 @@ class Norm(Shape):
 
 NORMS = (
     Norm("nemotron-h-8b", channels=8192, groups=8),
-    Norm("nemotron-3-nano", channels=4096, groups=8),
     Norm("bamba-9b", channels=8192, groups=1),
     Norm("3 groups of 72", channels=216, groups=3),
     Norm("groups of one", channels=7, groups=7),
@@ -206,8 +199,6 @@ class Product(Shape):
 PRODUCTS = (
     Product("nemotron-h-8b up, 1 row", 1, 4096, 21504),
     Product("nemotron-h-8b up, 1 + 3 drafts", 4, 4096, 21504),
-    Product("nemotron-h-8b down, 8 rows", 8, 21504, 4096),
-    Product("bamba-9b out, 64 rows", 64, 8192, 4096),
     Product("granite-4.0-h-small in, 128 rows", 128, 4096, 16768),
     Product("nemotron-3-nano in, 512 tokens", 512, 2688, 10304),
     Product("odd", 5, 77, 131),
@@ -231,9 +222,6 @@ GROUPED_PRODUCTS = (
     GroupedProduct("nemotron-3-nano up, 1 row", 6, 128, 2688, 1856),
     GroupedProduct("nemotron-3-nano down, 32 rows", 192, 128, 1856, 2688),
     GroupedProduct("nemotron-3-nano up, 512 tokens", 3072, 128, 2688, 1856),
-    GroupedProduct("nemotron-3-super up, 8 rows", 176, 512, 1024, 2688),
-    GroupedProduct("granite-4.0-h-small gate and up, 1 row", 10, 72, 4096, 1536),
-    GroupedProduct("granite-4.0-h-small down, 512 tokens", 5120, 72, 768, 4096),
     GroupedProduct("one expert", 33, 1, 24, 40),
     GroupedProduct("odd", 77, 5, 9, 13),
 )
@@ -303,7 +291,6 @@ ATTENTION = (
     Attention("nemotron-h-8b", q_heads=32, kv_heads=8, head_dim=128),
     Attention("nemotron-3-nano", q_heads=32, kv_heads=2, head_dim=128, page_size=64),
     Attention("bamba-9b", q_heads=32, kv_heads=8, head_dim=128, page_size=32),
-    Attention("granite-4.0-h-small", q_heads=32, kv_heads=8, head_dim=128),
     Attention("kimi-linear-48b-a3b", q_heads=32, kv_heads=1, head_dim=576, latent=True),
     Attention("one kv head", q_heads=5, kv_heads=1, head_dim=24),
     Attention("a kv head for each query head", q_heads=3, kv_heads=3, head_dim=20, page_size=4),

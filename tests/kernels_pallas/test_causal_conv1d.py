@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 from call_checks import check_values
 from model_shapes import CONVOLUTIONS
-from operation_checks import ELSEWHERE, Draw, assert_close, assert_same_gradients, ints, jitted, needs_native, on_device
+from operation_checks import ELSEWHERE, Draw, assert_close, assert_same_gradients, ints, jitted, needs_native
 
 from kernels_pallas.causal_conv1d import causal_conv1d_sequence, reference
 from kernels_pallas.places import Packed, Rows, Tiles
 from mamba_jax.kernel_check.calls import NAMES
-from tests.support.selection import some_slow
 
 pytestmark = pytest.mark.full
 
@@ -68,7 +67,7 @@ def check(implementation, form, *given, tokens=None, activation="silu"):
 
 @pytest.mark.smoke("implementation")
 @EACH
-@pytest.mark.parametrize("shape", some_slow(SHAPES, *SHAPES[1:5]), ids=lambda s: s.name)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
 def test_prefill_equals_definition(implementation, shape):
     # Rows of one token, which write the slot that they read, of fewer than the window, of several tiles; continued and
     # fresh; then padding.
@@ -82,7 +81,7 @@ def test_prefill_equals_definition(implementation, shape):
 
 @pytest.mark.smoke("implementation")
 @pytest.mark.parametrize("implementation", ["xla", NATIVE, ELSEWHERE])
-@pytest.mark.parametrize("shape", SHAPES[5:], ids=lambda s: s.name)
+@pytest.mark.parametrize("shape", SHAPES[1:], ids=lambda s: s.name)
 @pytest.mark.parametrize("steps", [1, 4])
 def test_update_equals_definition(implementation, shape, steps):
     draw = Draw()
@@ -105,7 +104,7 @@ def test_bfloat16_and_no_activation(implementation, dtype, activation):
 
 
 @EACH
-@pytest.mark.parametrize("shape", SHAPES[5:], ids=lambda s: s.name)
+@pytest.mark.parametrize("shape", SHAPES[1:], ids=lambda s: s.name)
 def test_sequence(implementation, shape):
     draw = Draw()
     run, layer = jitted(causal_conv1d_sequence, implementation=implementation), weights(draw, shape)
@@ -124,8 +123,3 @@ def test_sequence_gradients():
         return jax.nn.silu(jnp.einsum("blwc,cw->blc", seen, weight) + bias)
 
     assert_same_gradients(partial(causal_conv1d_sequence, implementation="xla"), plain, (x, weight, bias))
-
-
-def test_refuses_other_activations():
-    with pytest.raises(ValueError, match="activation is 'gelu', expected 'silu' or None"):
-        causal_conv1d_sequence(*on_device((np.ones((1, 5, 8)), np.ones((8, 4)))), None, activation="gelu")

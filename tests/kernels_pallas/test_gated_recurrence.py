@@ -13,7 +13,7 @@ from model_shapes import DELTA, GATED, NORMS
 from operation_checks import DTYPES, ELSEWHERE, Draw, assert_close, jitted, on_device
 from test_recurrence_replay import row, where
 
-from kernels_pallas.gated_norm import gated, gated_rms_norm
+from kernels_pallas.gated_norm import gated
 from kernels_pallas.gated_recurrence import DeltaGates, Mamba2Gates, gated_scan
 from kernels_pallas.places import Rows
 from mamba_jax.layout import PrefillLayout
@@ -116,7 +116,7 @@ TPU = pytest.mark.parametrize("implementation", ["xla", "pallas_tpu_interpreted"
 @pytest.mark.smoke
 @GPU
 @DECODES
-@pytest.mark.parametrize("shape", some_slow(SHAPES, *SHAPES[1:4:2], *SHAPES[6:8]), ids=lambda s: s.name)
+@pytest.mark.parametrize("shape", some_slow(SHAPES, SHAPES[1], *SHAPES[5:7]), ids=lambda s: s.name)
 def test_decode_equals_definition(implementation, check, shape):
     check(implementation, shape)
 
@@ -137,11 +137,7 @@ def test_three_groups_of_odd_width(implementation, check):
 
 @pytest.mark.smoke("implementation")
 @TPU
-@pytest.mark.parametrize(
-    "shape",
-    [pytest.param(s, marks=[pytest.mark.slow] * (s.name in ("bamba-9b", "mamba2-2.7b"))) for s in SCANNED],
-    ids=lambda s: s.name,
-)
+@pytest.mark.parametrize("shape", some_slow(SCANNED, SCANNED[1]), ids=lambda s: s.name)
 def test_scan_equals_definition(implementation, shape):
     check_scan(implementation, shape, **RAGGED)
 
@@ -200,9 +196,3 @@ def test_the_gate_alone(dtype):
     out = gated(*on_device((y, z)))
     assert out.dtype == dtype
     assert_close(out, y.astype(np.float64) * wide / (1 + np.exp(-wide)), dtype)
-
-
-def test_refuses_groups_that_do_not_divide():
-    y = jnp.ones((2, 10))
-    with pytest.raises(ValueError, match="10 heads do not divide into 3 groups"):
-        gated_rms_norm(y, y, jnp.ones(10), groups=3, eps=1e-5)

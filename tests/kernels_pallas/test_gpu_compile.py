@@ -13,111 +13,17 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
-from compile_cases import (
-    ATTENDING,
-    BAMBA,
-    BF16,
-    DIVIDED_DELTA,
-    F32,
-    FALCON,
-    GRANITE,
-    KIMI,
-    LARGE,
-    LATENTS,
-    NANO,
-    NEMOTRON,
-    NEXT,
-    OLMO,
-    OTHERS,
-    case,
-    every,
-    few_and_slow,
-)
-from model_calls import FP8, OPERATIONS, call_of, nbytes, program
-from model_shapes import EXPERT_MLPS, ExpertMLP
+from compile_cases import FULL, NEMOTRON, NEXT, ON_GPU
+from model_calls import BF16, F32, FP8, OPERATIONS, call_of, nbytes, program
 from topology import compile_for_gpu, lower_for_gpu, registers_of_kernels
 
 from mamba_jax.kernel_check.compare import WIDE, compiled_comparison
 from mamba_jax.kernel_check.compiling import Compiler
 
-FULL = pytest.mark.full
-MODELS = (NEMOTRON, NANO, BAMBA, GRANITE)
-ODD = dataclasses.replace(OLMO, name="3 groups of 2 heads, keys of 40", heads=6, groups=3, head_dim=24, state=40)
-CHOICES = [(8, 128, 6), (8, 512, 10), (1, 128, 6), (64, 128, 6), (16, 512, 10), (8, 512, 22), (3, 72, 10), (128, 16, 2)]
-
-
-def choice(tokens, experts, count):
-    return case("expert_choice", ExpertMLP(f"{count} of {experts}", tokens, experts, count, 0, 0))
-
-
-FEW = [
-    case("recurrence_update", NEMOTRON),
-    case("gated_update", NANO, steps=4),
-    case("recurrence_scan", NEMOTRON, tiles=16),
-    case("recurrence_replay", BAMBA.divided(8), rows=8, store=BF16),
-    case("gated_replay", NANO, rows=8, steps=4),
-    case("recurrence_update", NEXT),
-    case("recurrence_update", KIMI, steps=4),
-    case("gated_update", NEXT),
-    case("gated_update", KIMI, steps=4),
-    case("gated_update", OLMO, rows=8),
-    case("recurrence_scan", NEXT, tiles=16),
-    case("recurrence_scan", OLMO, tiles=4, tile_size=64, store=BF16),
-    case("recurrence_scan", KIMI, tiles=16),
-    case("recurrence_replay", KIMI, steps=4),
-    case("gated_replay", NEXT),
-    *every("selective_update", [FALCON], inner=(8192,), steps=(1, 4)),
-    *every("selective_scan", [FALCON], inner=(8192,), tiles=(16,)),
-    case("paged_attention", ATTENDING[1], rows=64, q_len=4),
-    case("paged_attention", ATTENDING[0], rows=4, blocks_of_row=4, q_len=128),
-    *every("paged_attention", [LATENTS], rows=(64,), context=(262_144,), page_size=(32, 64)),
-    *every("paged_attention", [LATENTS], rows=(2,), blocks_of_row=(9,), q_len=(128,), context=(262_144,)),
-    # Heads of Zamba2-7B, which are seven pieces of 32, and keys in 8 bits, which the kernel widens.
-    case("paged_attention", ATTENDING[1], rows=64, head_dim=224),
-    case("paged_attention", ATTENDING[1], rows=64, store=FP8),
-    case("paged_attention", ATTENDING[1], rows=64, head_dim=192, store=FP8),
-    case("paged_attention_part", ATTENDING[1], rows=64, context=131_072),
-    case("paged_attention_part", ATTENDING[0], rows=4, blocks_of_row=4, q_len=128),
-    choice(*CHOICES[0]),
-    *(
-        case("expert_mlp", mlp)
-        for mlp in EXPERT_MLPS
-        if mlp.name in ("nemotron-3-nano, 8 rows", "qwen3-next-80b-a3b, 8 rows")
-    ),
-]
-EVERY = [
-    *every("recurrence_update", [NANO, *OTHERS], steps=(4,)),
-    *every("gated_update", [NEMOTRON, *OTHERS], steps=(4,)),
-    *every("recurrence_scan", [NANO, *OTHERS], tiles=(16,)),
-    *every("recurrence_replay", [*MODELS, *OTHERS], rows=(64, 128), steps=(1, 4)),
-    *every("gated_replay", [*MODELS, *OTHERS], steps=(1, 4)),
-    *every("recurrence_update", [LARGE, ODD], rows=(8,), steps=(4,)),
-    *every("recurrence_update", DIVIDED_DELTA, rows=(1, 64, 256), steps=(1, 4)),
-    *every("recurrence_update", DIVIDED_DELTA, store=(BF16,), steps=(4,)),
-    *every("gated_update", DIVIDED_DELTA, steps=(1, 4)),
-    *every("recurrence_scan", DIVIDED_DELTA, tiles=(1, 16)),
-    *every("recurrence_scan", DIVIDED_DELTA, store=(BF16,), tiles=(16,), tile_size=(64,)),
-    case("recurrence_scan", NEXT, tiles=16, dtype=F32),
-    *every("recurrence_replay", DIVIDED_DELTA, rows=(1, 64), steps=(1, 4)),
-    *every("gated_replay", DIVIDED_DELTA, steps=(1, 4)),
-    *every("selective_update", [FALCON], store=(F32, BF16), inner=(8192, 5120, 1024), steps=(1, 4)),
-    *every("selective_scan", [FALCON], store=(F32, BF16), inner=(8192, 5120, 1024), tiles=(16,)),
-    *every("paged_attention", ATTENDING, rows=(1, 64), q_len=(1,)),
-    *every("paged_attention", ATTENDING, rows=(256,), q_len=(4,)),
-    *every("paged_attention", ATTENDING, rows=(4,), blocks_of_row=(4,), q_len=(128,)),
-    *every("paged_attention", [LATENTS], rows=(1, 64), q_len=(1, 4), context=(262_144,)),
-    *every("paged_attention", [LATENTS], q_heads=(4, 64), rows=(64,), context=(262_144,)),
-    *every("paged_attention", [LATENTS], store=(FP8,), rows=(64,), context=(262_144,)),
-    *every("paged_attention_part", ATTENDING, rows=(1, 64), q_len=(1, 4)),
-    *every("paged_attention_part", [LATENTS], rows=(64,), q_len=(1,), context=(262_144,)),
-    *(choice(*sizes) for sizes in CHOICES),
-    *(case("expert_mlp", mlp, store=narrow) for mlp in EXPERT_MLPS for narrow in (F32, jnp.int8, FP8)),
-]
-
 
 @pytest.mark.full
 @pytest.mark.gpu_compile
-@pytest.mark.parametrize(("operation", "model", "dtype", "store"), few_and_slow(FEW, EVERY))
+@pytest.mark.parametrize(("operation", "model", "dtype", "store"), ON_GPU)
 def test_kernel(operation, model, dtype, store, tmp_path):
     if operation == "expert_mlp" and store == FP8:
         model = dataclasses.replace(model, size=model.size - model.size % 128)

@@ -55,7 +55,6 @@ class TestTpu(Whole, Attention):
 
     implementation = "pallas_tpu"
     tolerance = 1e-4
-    test_holds_no_copy_of_the_cache = None  # the stand-in computes in numpy
     test_a_query_without_keys_gives_zero = test_hidden_first_keys = test_a_window_and_hidden_first_keys = None
 
     @pytest.fixture(autouse=True)
@@ -106,7 +105,6 @@ class Gpu:
     """Triton's blocks are powers of two of at least 16."""
 
     implementation = "pallas_gpu_interpreted"
-    test_holds_no_copy_of_the_cache = None  # the interpreter copies; the compiled kernel is looked at instead
     # XLA runs these calls.
     test_a_query_without_keys_gives_zero = test_a_window_hides_older_keys = test_a_window_and_hidden_first_keys = None
 

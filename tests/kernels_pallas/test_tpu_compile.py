@@ -14,29 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compile_cases import (
-    ATTENDING,
-    BAMBA,
-    BF16,
-    DIVIDED,
-    DIVIDED_DELTA,
-    F32,
-    FALCON,
-    KIMI,
-    LARGE,
-    LIGHTNING,
-    NANO,
-    NEMOTRON,
-    NEXT,
-    OTHERS,
-    case,
-    divided,
-    every,
-    few_and_slow,
-)
+from compile_cases import ATTENDING, FALCON, NEMOTRON, ON_TPU, divided
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, Mesh, SingleDeviceSharding
-from model_calls import FORMS, SLOTS, call_of, nbytes, program, published, shape
+from model_calls import BF16, F32, FORMS, SLOTS, call_of, nbytes, program, published, shape
 from model_shapes import CONVOLUTIONS
 from topology import SLICES, compile_for_tpu, described_device
 
@@ -53,77 +34,9 @@ from tests.support.hlo_traffic import Traffic
 from tests.support.selection import slow
 
 pytestmark = pytest.mark.tpu_compile
-FULL = pytest.mark.full
-
-ATTENDING_DIVIDED = [divided(model, n) for model in ATTENDING for n in (1, 4, 8)]
-FEW = [
-    case("recurrence_update", NEMOTRON, chip="v5e", rows=8, steps=4),
-    case("recurrence_update", BAMBA.divided(4), chip="v6e", rows=256, marks=FULL),
-    case("recurrence_update", NANO.divided(8), chip="tpu7x", rows=8, steps=4, store=BF16, marks=FULL),
-    case("recurrence_scan", BAMBA.divided(8), chip="v6e", tiles=1, tile_size=128, store=BF16, marks=FULL),
-    case("recurrence_scan", NANO.divided(8), chip="tpu7x", tiles=16, marks=FULL),
-    case("recurrence_scan", LIGHTNING.divided(8), chip="v6e", tiles=16, marks=FULL),
-    case("recurrence_scan", NANO.divided(8), chip="v5e", tiles=256, marks=FULL),
-    case("gated_scan", NANO.divided(8), chip="tpu7x", tiles=18, marks=FULL),
-    case("recurrence_replay", NEMOTRON, chip="v5e", rows=128, steps=4, marks=FULL),
-    case("recurrence_replay", NANO.divided(8), chip="tpu7x", rows=8, steps=4, interval=8, store=BF16, marks=FULL),
-    case("recurrence_replay", LIGHTNING.divided(8), chip="v6e", steps=4, marks=FULL),
-    case("recurrence_update", NEXT, chip="v5e", steps=4, marks=FULL),
-    case("recurrence_update", NEXT.divided(8), chip="tpu7x", rows=8, store=BF16, marks=FULL),
-    case("recurrence_update", KIMI.divided(8), chip="v6e", steps=4, marks=FULL),
-    case("recurrence_scan", NEXT.divided(8), chip="v5e", tiles=16),
-    case("recurrence_scan", LARGE.divided(8), chip="v6e", tiles=16, tile_size=64, marks=FULL),
-    case("recurrence_scan", KIMI.divided(8), chip="v6e", tiles=16, marks=FULL),
-    case("recurrence_replay", NEXT, chip="v5e", steps=4),
-    case("recurrence_replay", KIMI, chip="v5e", steps=4, marks=FULL),
-    case("recurrence_replay", NEXT.divided(8), chip="tpu7x", rows=8, store=BF16, marks=FULL),
-    case("selective_scan", FALCON, chip="v6e", inner=8192, tiles=16, marks=FULL),
-    case("selective_update", FALCON, chip="v5e", inner=1024, steps=4, marks=FULL),
-    case("paged_attention", ATTENDING[1], chip="v5e", rows=64, q_len=4),
-    case("paged_attention", divided(ATTENDING[0], 8), chip="v6e", rows=64, marks=FULL),
-    case("paged_attention", divided(ATTENDING[1], 8), chip="tpu7x", rows=4, blocks_of_row=4, q_len=128, marks=FULL),
-    case("paged_attention", ATTENDING[0], chip="v5e", rows=64, store=jnp.float8_e4m3fn, marks=FULL),
-    case("paged_attention_part", ATTENDING[1], chip="v6e", rows=64, context=131_072, marks=FULL),
-    case("paged_attention_part", ATTENDING[0], chip="v6e", rows=4, blocks_of_row=4, q_len=128, marks=FULL),
-    case("paged_attention_part", ATTENDING[0], chip="v6e", rows=64, q_len=4, store=jnp.float8_e4m3fn, marks=FULL),
-    case("paged_attention_part", ATTENDING[1], chip="v5e", rows=8, dtype=F32, marks=FULL),
-]
 
 
-every = functools.partial(every, chips=SLICES)
-EVERY = [
-    *every("recurrence_update", DIVIDED, rows=(1, 8, 64, 256), steps=(1, 4)),
-    *every("recurrence_update", OTHERS, rows=(8,), steps=(1, 4)),
-    *every("recurrence_scan", DIVIDED, tiles=(1, 16)),
-    *every("recurrence_scan", OTHERS, tiles=(16,)),
-    *every("recurrence_scan", [NEMOTRON], tiles=(64,), tile_size=(256,)),
-    # Lightning attention has no gated scan.
-    *every("gated_scan", [m for m in (*DIVIDED, *OTHERS) if m is not LIGHTNING], tiles=(18,), tile_size=(128,)),
-    *every("gated_scan", [BAMBA], tiles=(10,), tile_size=(256,)),
-    *every("recurrence_replay", DIVIDED, rows=(1, 64), steps=(1, 4), interval=(16, 64)),
-    *every("recurrence_replay", OTHERS, rows=(8,), steps=(1, 4)),
-    *every("recurrence_update", DIVIDED_DELTA, rows=(1, 64, 256), steps=(1, 4)),
-    *every("recurrence_scan", DIVIDED_DELTA, tiles=(1, 4, 16)),
-    *every("recurrence_replay", DIVIDED_DELTA, rows=(1, 64), steps=(1, 4)),
-    *every("recurrence_update", DIVIDED, store=(BF16,), steps=(4,)),
-    *every("recurrence_scan", DIVIDED, store=(BF16,), tiles=(16,)),
-    *every("recurrence_replay", DIVIDED, store=(BF16,), steps=(4,)),
-    *every("recurrence_update", DIVIDED_DELTA, store=(BF16,), steps=(4,)),
-    *every("recurrence_scan", DIVIDED_DELTA, store=(BF16,), tiles=(16,), tile_size=(64,)),
-    *every("recurrence_scan", [NEMOTRON.divided(8), NEXT.divided(8)], dtype=F32, rows=(8,)),
-    *every("recurrence_update", [NEMOTRON.divided(8)], dtype=F32, rows=(8,), steps=(4,)),
-    *every("selective_scan", [FALCON], store=(F32, BF16), inner=(8192, 1024, 5120, 640), tile_size=(16, 128, 512)),
-    *every("selective_update", [FALCON], store=(F32, BF16), inner=(8192, 1024, 5120, 640), steps=(1, 4)),
-    *every("paged_attention", ATTENDING_DIVIDED, rows=(1, 256), q_len=(1,)),
-    *every("paged_attention", ATTENDING_DIVIDED, rows=(64,), q_len=(4,)),
-    *every("paged_attention", ATTENDING_DIVIDED, rows=(4,), blocks_of_row=(4,), q_len=(128,)),
-    *every("paged_attention", ATTENDING[:1], store=(jnp.float8_e4m3fn,), rows=(64,)),
-    *every("paged_attention_part", ATTENDING_DIVIDED, rows=(64,), q_len=(1, 4)),
-    *every("paged_attention_part", ATTENDING_DIVIDED, rows=(4,), blocks_of_row=(4,), q_len=(128,)),
-]
-
-
-@pytest.mark.parametrize(("chip", "operation", "model", "dtype", "store"), few_and_slow(FEW, EVERY))
+@pytest.mark.parametrize(("chip", "operation", "model", "dtype", "store"), ON_TPU)
 def test_kernel(chip, operation, model, dtype, store):
     call = call_of(operation, model, dtype, store)
     stores, others = call.apart(call.arrays)
