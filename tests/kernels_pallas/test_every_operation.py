@@ -6,10 +6,13 @@ import math
 
 import jax
 import jax.numpy as jnp
+import model_calls
 import numpy as np
 import pytest
+from call_checks import check_call
 from model_calls import BF16, F32, OPERATIONS, call_of, program, quantized
-from operation_checks import DTYPES, Draw, assert_in_place, on_device
+from model_shapes import MAMBA2
+from operation_checks import Draw, assert_in_place, on_device
 from recurrence_cases import ODD, entry, how, plain, states, tails
 
 from kernels_pallas import causal_conv1d, paged_attention
@@ -52,8 +55,7 @@ def stored():
             yield pytest.param(*case.values, id=case.id, marks=pytest.mark.smoke("name") if few else ())
 
 
-@DTYPES
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("rows", "dtype"), [(1, F32), (3, BF16)], ids=["1, float32", "3, bfloat16"])
 @pytest.mark.parametrize(("name", "shape"), list(stored()))
 def test_in_place(name, shape, rows, dtype):
     """In C++ and in plain JAX: no second store, and no copy of one. The store may be tails and windows as well."""
@@ -177,6 +179,37 @@ def test_says_what_it_cannot_run(name, implementation, reason, dtype, given, cha
     call = call_of(name, dataclasses.replace(OPERATIONS[name][2][0].small(), **changes), dtype, **given)
     with pytest.raises(UnsupportedError, match=reason):
         jax.eval_shape(program(call, implementation), *call.apart(call.arrays))
+
+
+TAIL = model_calls.tail(dataclasses.replace(MAMBA2[0].small(), interval=8), F32)
+LONGER_TAIL = jax.tree.map(lambda ring: model_calls.shape(2, 12, ring.shape[2]), TAIL)
+ONE = model_calls.ints(1)
+
+
+@pytest.mark.smoke("reason")
+@pytest.mark.parametrize(
+    ("name", "reason", "given", "changes"),
+    [
+        ("gated_rms_norm", "384 heads do not divide into 5 groups", {"groups": 5}, {}),
+        ("gated_rms_norm", "384 heads do not divide into 0 groups", {"groups": 0}, {}),
+        ("causal_conv1d_update", "activation is 'gelu', expected 'silu' or None", {"activation": "gelu"}, {}),
+        ("recurrence_scan", "12 heads do not divide into 5 groups", {}, {"groups": 5}),
+        ("recurrence_scan", r"strength has shape \(4, 128, 12\), expected \[tiles, tile_size, heads\]",
+         {"tiles": Tiles(ONE, ONE, ONE)}, {}),
+        ("recurrence_update", "skip is not supported with erase", {"skip": model_calls.shape(12)}, {"erase": True}),
+        ("recurrence_update", r"rows.write_slot has shape \(1, 2\), expected \[rows, steps\]",
+         {"rows": Rows(ONE, model_calls.ints(1, 2))}, {}),
+        *(("recurrence_replay", reason, given, {"interval": 8}) for reason, given in (
+            ("tails have 12 entries, expected a power of two of at least 8", {"tail": LONGER_TAIL}),
+            ("tails have 8 entries, expected a power of two of at least 9", {"places": Anchored(*[ONE] * 6, 9)}),
+            ("the interval is 0, expected at least 1", {"places": Anchored(*[ONE] * 6, 0)}),
+            (r"tail.key has shape \(2, 8, 7\), expected 160 channels",
+             {"tail": TAIL._replace(key=model_calls.shape(2, 8, 7))}))),
+    ],
+)  # fmt: skip
+def test_refuses_what_does_not_fit(name, reason, given, changes):
+    with pytest.raises(ValueError, match=reason):
+        check_call(name, dataclasses.replace(OPERATIONS[name][2][0].small(), **changes), "xla", static=given)
 
 
 def floats(*sizes):

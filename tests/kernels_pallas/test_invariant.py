@@ -21,12 +21,8 @@ from kernels_pallas.dispatch import KernelChoice, UnsupportedError
 from kernels_pallas.gated_norm import gated_rms_norm
 from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.linear import linear
-from kernels_pallas.paged_attention import (
-    attention_sequence,
-    merge_attention_parts,
-    paged_attention,
-    paged_attention_part,
-)
+from kernels_pallas.paged_attention import attention_sequence, merge_attention_parts
+from kernels_pallas.paged_attention.api import paged_attention, paged_attention_part
 from kernels_pallas.places import Rows, Tiles
 from mamba_jax.config import RopeConfig
 from mamba_jax.modules.attention import rotate, rotations

@@ -13,19 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from model_shapes import GROUPED_PRODUCTS, PRODUCTS, GroupedProduct
-from operation_checks import (
-    Draw,
-    assert_close,
-    assert_same_gradients,
-    grouped_product,
-    jitted,
-    needs_native,
-    on_device,
-    product,
-)
+from operation_checks import Draw, assert_close, assert_same_gradients, grouped_product, jitted, needs_native, product
 
 from kernels_pallas import native
-from kernels_pallas.dispatch import KernelChoice, UnsupportedError
+from kernels_pallas.dispatch import KernelChoice
 from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.grouped_matmul.pallas_tpu import lies_inputs_first
 from kernels_pallas.linear import linear, linear_pair
@@ -70,7 +61,7 @@ def test_native_runs_all_rows_without_bfloat16_instructions(monkeypatch, rows):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_two_products_of_few_outputs(dtype):
-    x, first, second = on_device([Draw(n).normal(n, 300, dtype=dtype) for n in (8, 33, 33)])
+    x, first, second = (jnp.asarray(Draw(n).normal(n, 300, dtype=dtype)) for n in (8, 33, 33))
 
     def run(*args, by):
         return linear_pair(*args, out_dtype=F32, implementation=by)
@@ -89,13 +80,9 @@ def test_two_products_of_few_outputs(dtype):
         np.testing.assert_allclose(one.astype(np.float32), other.astype(np.float32), atol=0.1, rtol=0.02)
 
 
-def test_refuses_shapes_that_do_not_fit_and_unknown_names():
+def test_refuses_shapes_that_do_not_fit():
     with pytest.raises(ValueError, match=r"weight has shape \(5, 4\), expected \[outputs, inputs\] with inputs = 3"):
         linear(jnp.ones((2, 3)), jnp.ones((5, 4)))
-    with pytest.raises(
-        UnsupportedError, match="there are: native, invariant, invariant_interpreted, xla_few_outputs, xla"
-    ):
-        linear(jnp.ones((2, 3)), jnp.ones((5, 3)), implementation="cuda")
 
 
 SHAPES = [s.small() for s in GROUPED_PRODUCTS]

@@ -65,12 +65,6 @@ FORMS = [
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("form", FORMS)
-def test_dequantize_equals_definition(form):
-    weight = quantized(2, 5, 12, **form)
-    assert_close(weight.dequantize(), by_definition(weight))
-
-
-@pytest.mark.parametrize("form", FORMS)
 def test_matrix_and_rows_are_of_the_same_weight(form):
     weight = quantized(2, 5, 12, **form)
     flat = by_definition(weight).reshape(10, 12)

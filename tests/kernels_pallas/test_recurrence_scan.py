@@ -12,21 +12,12 @@ import numpy as np
 import pytest
 import recurrence_cases as shared
 from jax import lax
-from operation_checks import (
-    DTYPES,
-    ELSEWHERE,
-    Draw,
-    assert_close,
-    assert_same_bits,
-    assert_same_gradients,
-    ints,
-    on_device,
-)
+from model_calls import F32, call_of, program
+from model_shapes import SELECTIVE
+from operation_checks import DTYPES, ELSEWHERE, Draw, assert_close, assert_same_bits, assert_same_gradients, on_device
 
 from kernels_pallas.places import Tiles
-from kernels_pallas.recurrence import recurrence_scan, recurrence_sequence
-from kernels_pallas.recurrence.scan.inverse import unit_lower_inverse
-from kernels_pallas.selective_scan import SelectiveEntry
+from kernels_pallas.recurrence import recurrence_sequence
 
 pytestmark = pytest.mark.full
 
@@ -41,7 +32,7 @@ PAIRS = [1, 0] * 3 + [1], [1, 0, 3, 0, 1, 0, 5], [0, 2, 0, 4, 0, 6, 7]
 
 
 def tiles_of(first, read, write):
-    return Tiles(np.array(first, bool), ints(read), ints(write))
+    return Tiles(np.array(first, bool), np.array(read, np.int32), np.array(write, np.int32))
 
 
 def ragged(shape, dtype=np.float32):
@@ -226,38 +217,17 @@ def test_selective_kernel_with_several_blocks_of_channels(store, monkeypatch):
 
 def test_no_array_of_all_tokens_states_is_held():
     """On a CPU: test_tpu_compile.py sees what a TPU holds."""
-    shape, tiles = next(s for s in shared.SHAPES if s.name == "falcon-mamba-7b"), 64
-    tokens, store = shared.entry(Draw(), shape, tiles, shape.tile_size), shared.states(Draw(), shape, 4)
-    options = shared.how(Draw(1), shape)
-    places = tiles_of([1] + [0] * (tiles - 1), [1] * tiles, [2] + [0] * (tiles - 1))
-
-    def run(store, tokens, places, options):
-        return shared.plain("scan", shape, implementation="xla")(tokens, store, places, **options)
-
-    compiled = jax.jit(run).lower(*on_device((store, tokens, places, options))).compile()
-    of_all_tokens = tiles * shape.tile_size * shape.state * shape.inner * 4
+    shape = dataclasses.replace(SELECTIVE[0].small(), tiles=64)
+    call = call_of("selective_scan", shape, F32)
+    compiled = jax.jit(program(call, "xla")).lower(*call.apart(call.arrays)).compile()
+    of_all_tokens = 64 * shape.tile_size * shape.state * shape.inner * 4
     assert compiled.memory_analysis().temp_size_in_bytes < of_all_tokens / 4
 
 
-@pytest.mark.parametrize("size", [1, 2, 5, 16, 36, 64])
-def test_inverse_of_a_unit_lower_triangle(size):
-    below = np.tril(Draw(size).normal(3, size, size, scale=0.3), -1)
-    inverse = unit_lower_inverse(jnp.asarray(below), lambda a, b: jnp.matmul(a, b, precision="highest"))
-    assert_close(inverse, np.linalg.inv(np.eye(size) + below.astype(np.float64)))
-
-
-def test_refuses_shapes_that_do_not_fit():
-    shape = shared.ODD[1]
-    tokens = on_device(shared.entry(Draw(), shape, 2, 8))
-    four = jnp.zeros((2, 8, 4, shape.state))
-    with pytest.raises(ValueError, match="6 heads do not divide into 4 groups"):
-        recurrence_sequence(tokens._replace(query=four, key=four), erase=True)
+def test_sequences_that_are_refused():
+    tokens = on_device(shared.entry(Draw(), shared.ERASING, 2, 8))
     with pytest.raises(ValueError, match="chunk_size is 0"):
         recurrence_sequence(tokens, erase=True, chunk_size=0)
-    with pytest.raises(ValueError, match=r"strength has shape \(2, 8, 6\), expected \[tiles, tile_size, heads\]"):
-        recurrence_scan(tokens, jnp.asarray(shared.states(Draw(), shape, 2)), tiles_of([1], [1], [1]), erase=True)
-    x, b, c, dt = on_device(shared.entry(Draw(), shared.SELECTIVE, 2, 8))
+    tokens, options = on_device((shared.entry(Draw(), shared.SELECTIVE, 2, 8), shared.how(Draw(), shared.SELECTIVE)))
     with pytest.raises(ValueError, match=r"entry\.c has shape"):
-        shared.plain("sequence", shared.SELECTIVE)(
-            SelectiveEntry(x, b[:, :, :2], c, dt), **on_device(shared.how(Draw(1), shared.SELECTIVE))
-        )
+        shared.plain("sequence", shared.SELECTIVE)(tokens._replace(b=tokens.b[:, :, :2]), **options)

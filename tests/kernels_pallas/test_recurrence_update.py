@@ -7,15 +7,12 @@ test_gpu_compile.py) and that they run (`pytest -m gpu`).
 import dataclasses
 import functools
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import recurrence_cases as shared
 from operation_checks import DTYPES, ELSEWHERE, Draw, assert_close, assert_same_bits, ints
 
 from kernels_pallas.places import Rows
-from kernels_pallas.recurrence import recurrence_update
 
 pytestmark = pytest.mark.full
 
@@ -92,13 +89,3 @@ def test_several_blocks_of_heads_on_tpu(heads, erase, monkeypatch):
     draw = Draw()
     rows = Rows(ints([1, 0]), ints([[2, 3], [0, 4]]))
     check(anew, shape, shared.entry(draw, shape, 2, 2), shared.states(draw, shape, 5), rows)
-
-
-def test_refuses_what_does_not_fit():
-    shape = shared.ODD[1]
-    call = shared.entry(Draw(), shape, 1, 1), shared.states(Draw(), shape, 3), Rows(ints([1]), ints([[2]]))
-    call = jax.tree.map(jnp.asarray, call)
-    with pytest.raises(ValueError, match="skip is not supported with erase"):
-        recurrence_update(*call, erase=True, skip=jnp.ones(shape.heads))
-    with pytest.raises(ValueError, match=r"rows.write_slot has shape \(1, 2\), expected \[rows, steps\]"):
-        recurrence_update(*call[:2], jax.tree.map(jnp.asarray, Rows(ints([1]), ints([[2, 1]]))), erase=True)

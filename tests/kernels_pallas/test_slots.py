@@ -82,12 +82,8 @@ def test_what_is_read_is_what_was_there(form):
         found = read(store, source)
         return write(write(store, found * 2, target), values, target + 4), found, read(store, target + 4)
 
-    store, values, source, target = (
-        numbers(9, np.float32, 3, 128),
-        np.ones((3, 3, 128), np.float32),
-        ints([1, 2, 3]),
-        ints([1, 4, 3]),
-    )
+    store, values = numbers(9, np.float32, 3, 128), np.ones((3, 3, 128), np.float32)
+    source, target = ints([1, 2, 3]), ints([1, 4, 3])
     after, found, before = jax.jit(turn, donate_argnums=0)(jnp.asarray(store), values, source, target)
     assert_same_bits(found, store[source])
     assert_same_bits(before, store[target + 4])

@@ -168,12 +168,10 @@ def test_weights_and_states_have_the_dtypes_of_the_engine(quantization, narrow):
     sizes = dataclasses.replace(SIZES, ssm_dtype=jnp.bfloat16, kv_dtype=jnp.float8_e4m3fn)
     weights = quantized_weights(checkpoint.shapes())
     found = {call.operation: call for call in calls_of(checkpoint.config, "gpu", sizes, weights=weights)}
-    assert {found[name].arguments["weight"].values.dtype.name for name in QUANTIZED} == {narrow}
+    products = [found["quantized_linear"], found["quantized_grouped_matmul"]]
+    assert {call.arguments["weight"].values.dtype.name for call in products} == {narrow}
     assert found["recurrence_update"].arguments["store"].dtype == jnp.bfloat16
     assert found["paged_attention"].arguments["kv"].dtype == jnp.float8_e4m3fn
-
-
-QUANTIZED = ("quantized_linear", "quantized_grouped_matmul")
 
 
 @pytest.mark.full
