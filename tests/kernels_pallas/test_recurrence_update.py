@@ -10,7 +10,7 @@ import functools
 import numpy as np
 import pytest
 import recurrence_cases as shared
-from operation_checks import DTYPES, ELSEWHERE, Draw, assert_close, assert_same_bits, ints
+from operation_checks import DTYPES, ELSEWHERE, Draw, assert_same_bits, ints
 
 from kernels_pallas.places import Rows
 
@@ -44,6 +44,11 @@ def test_equals_definition(implementation, shape, dtype):
         # There XLA:CPU may compute a state twice, for its slot and for the next step, and contract a sum once.
         assert_same_bits(after[19], after[18])
         assert_same_bits(after[20], after[18])
+    # Float32 sums may differ in their last bit, and then, rarely, round to the other neighbor in bfloat16. States that
+    # are not rounded between the steps would differ nearly everywhere.
+    _, want = shared.definition("update", shape)(tokens, store, Rows(READ, WRITE), **shared.how(Draw(1), shape))
+    differs = ~np.isclose(after[1:].astype(np.float32), want[1:].astype(np.float32), rtol=1e-5, atol=1e-6)
+    assert differs.mean() <= (0 if dtype == np.float32 else 1e-3)
 
 
 @shared.sizes(*ALL)
@@ -52,29 +57,6 @@ def test_sizes(implementation, shape):
     places = draw.slots(slots, shape.rows, shape.steps + 1)
     tokens, store = shared.entry(draw, shape, shape.rows, shape.steps), shared.states(draw, shape, slots)
     check(updated(implementation, shape), shape, tokens, store, Rows(places[:, 0], places[:, 1:]))
-
-
-@DTYPES
-@shared.cases(*ALL)
-def test_steps_in_one_call_equal_steps_in_several(implementation, shape, dtype):
-    draw, update, options = Draw(), updated(implementation, shape), shared.how(Draw(1), shape)
-    tokens, store = shared.entry(draw, shape, *WRITE.shape, dtype=dtype), shared.states(draw, shape, SLOTS, dtype)
-    read, write = np.zeros_like(READ), np.zeros_like(WRITE)
-    read[1], write[:2] = 5, [[1, 2, 3], [4, 5, 6]]
-    shared.pad(tokens, slice(2, None), 0)
-    y, after = update(tokens, store, Rows(read, write), **options)
-    split = store
-    for t in range(3):  # by the same program, of which the other steps are padding
-        one, target = shared.part(tokens, slice(None), [t, t, t]), write[:, [t, t, t]]
-        shared.pad(one, slice(None), 1)
-        target[:, 1:] = 0
-        y_one, split = update(one, split, Rows(read, target), **options)
-        assert_close(y_one[:, 0], y[:, t], tolerance=1e-6 if dtype == np.float32 else 1e-3)
-        read = write[:, t]
-    # Float32 sums may differ in their last bit, and then, rarely, round to the other neighbor in bfloat16. States that
-    # are not rounded between the steps would differ nearly everywhere.
-    differs = ~np.isclose(np.asarray(split[1:], np.float32), np.asarray(after[1:], np.float32), rtol=1e-5, atol=1e-6)
-    assert differs.mean() <= (0 if dtype == np.float32 else 1e-3)
 
 
 @pytest.mark.parametrize("heads", [16, 48])
