@@ -9,7 +9,6 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Self
 
 import pytest
 
@@ -30,10 +29,11 @@ MTP = {"num_speculative_tokens": 2, "speculative_method": "mtp"}
 NGRAM = {"num_speculative_tokens": 2, "speculative_method": "ngram"}
 
 
-class Hosts:
+class Hosts(contextlib.ExitStack):
     """Processes of `engine_host`, as hosts of one engine. Leave the context to be rid of them."""
 
     def __init__(self, folder: Path, count: int, directory: Path, rounds: list[dict], **job) -> None:
+        super().__init__()
         port = free_port()
         environment = os.environ | {"XLA_FLAGS": QUICK_XLA_FLAGS, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
         self.logs = [folder / f"host-{host}.log" for host in range(count)]
@@ -43,16 +43,8 @@ class Hosts:
             command = [sys.executable, "-m", "tests.support.fleets.engine_host", json.dumps(described | job)]
             with log.open("w") as file:
                 options = {"env": environment, "stdout": subprocess.PIPE, "stderr": file, "text": True}
-                self.processes.append(subprocess.Popen(command, **options))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for process in self.processes:
-            process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(10)
+                self.processes.append(self.enter_context(subprocess.Popen(command, **options)))
+            self.callback(self.processes[-1].kill)
 
     def results(self) -> list[dict]:
         """What each has printed."""
@@ -99,7 +91,7 @@ def test_two_hosts_say_what_one_says_and_end_together(tmp_path):
     modes = ["none", "all", "align", "all"]
     rounds = [{"mamba_cache_mode": mode} | ({} if i in (0, 3) else MTP) for i, mode in enumerate(modes)]
     rounds[1] |= {"mixed_steps": True}
-    with Hosts(tmp_path, 2, directory, rounds, go_on=True) as hosts:
+    with Hosts(tmp_path, 2, directory, rounds) as hosts:
         expected = alone(directory)
         check(hosts, expected, modes)
         hosts.processes[1].send_signal(signal.SIGKILL)
@@ -114,7 +106,7 @@ def test_members_on_two_hosts_say_what_one_says(pairs, tmp_path):
     states or inputs."""
     directory = write_checkpoint(tmp_path / "model", FAMILIES["nemotronh-moe"])
     rounds = [MTP | {"mamba_cache_mode": mode, "context_parallel_size": 2} for mode in ("all", "align")]
-    with Hosts(tmp_path, 2, directory, rounds, go_on=True, least_tokens=4, pairs=pairs) as hosts:
+    with Hosts(tmp_path, 2, directory, rounds, least_tokens=4, pairs=pairs) as hosts:
         results = check(hosts, alone(directory), ["all", "align"], held=1)
     assert all(each["slow"] for each in results)
 
@@ -126,7 +118,7 @@ def test_four_hosts_with_two_kinds_of_drafts(tmp_path):
     modes = ["all", "align", "none", "all"]
     rounds = [{"mamba_cache_mode": mode} | (NGRAM if i != 1 else {}) for i, mode in enumerate(modes)]
     rounds[3] |= {"replay_interval": 8}
-    with Hosts(tmp_path, 4, directory, rounds, go_on=True) as hosts:
+    with Hosts(tmp_path, 4, directory, rounds) as hosts:
         expected = alone(directory)
         check(hosts, expected, modes)
         hosts.processes[2].send_signal(signal.SIGSTOP)

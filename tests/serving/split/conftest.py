@@ -1,14 +1,6 @@
-"""What every test of the split begins with."""
+"""What tests of a router that follows events begin with."""
 
 import pytest
-
-
-@pytest.fixture(autouse=True)
-def _nothing_offered_before():
-    """What a test leaves with the transport, a planted fault's for example, is not there for the next."""
-    from tests.support.fleets.split_pair import DirectTransport
-
-    DirectTransport("here").offered.clear()
 
 
 @pytest.fixture

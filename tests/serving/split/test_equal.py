@@ -8,7 +8,6 @@ from tests.support.engines.engines import finish
 from tests.support.fleets.split_pair import DRAFTERS, GREEDY, B, Pair, assert_as_alone, build, output_of, tokens
 from tests.support.selection import slow
 
-FULL, SLOW = pytest.mark.full, pytest.mark.slow
 LENGTHS = (1, 2, B - 1, B, B + 1, 3 * B + 5)
 
 
@@ -55,7 +54,7 @@ def test_what_is_narrow_gives_what_one_engine_with_the_same_flags_says(flags, so
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("source", DRAFTERS)
+@pytest.mark.parametrize("source", ["mtp", *DRAFTERS])
 def test_a_drafter_drafts_from_what_arrived_as_from_what_was_computed_here(source):
     pair, alone = Pair("all", source), build("all", source).engine
     for length in LENGTHS:
@@ -70,22 +69,14 @@ def test_a_drafter_drafts_from_what_arrived_as_from_what_was_computed_here(sourc
 
 
 TWO, MEMBERS = {"tensor_parallel_size": 2}, {"context_parallel_size": 2}
-SIDES = {
-    "2 to 1": {"prefill": TWO},
-    "1 to 2": {"decode": TWO},
-    "members to 2": {"prefill": MEMBERS, "decode": TWO},
-    "1 to members": {"decode": MEMBERS},
-}
 
 
-@pytest.mark.parametrize(
-    "sides", [pytest.param(SIDES[name], id=name, marks=SLOW if "members" not in name else FULL) for name in SIDES]
-)
-def test_numbers_of_devices_may_differ(sides):
-    """One side on two devices, or two members, the other on one: states go by logical arrays."""
-    pair = Pair("all", **sides)
-    shards = {side.worker.manifest.shards for side in (pair.prefill_side, pair.decode_side)}
-    assert shards == ({1, 2} if TWO in sides.values() else {1})
+@pytest.mark.full
+@pytest.mark.parametrize(("prefill", "decode"), [(MEMBERS, TWO), (TWO, MEMBERS)], ids=["members to 2", "2 to members"])
+def test_numbers_of_devices_may_differ(prefill, decode):
+    """One side divides heads over two devices, the other has two members: states go by logical arrays."""
+    pair = Pair("all", prefill=prefill, decode=decode)
+    assert {side.worker.manifest.shards for side in (pair.prefill_side, pair.decode_side)} == {1, 2}
     for length in (1, B, 2 * B + 3):
         for seed, handoff in enumerate(("full", "recompute-last")):
             prompt = tokens(10 * length + seed, length)

@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 from checkpoints import load_config
 from checkpoints.adapters.initial_state import write_initial_state
 from tests.support.fleets.processes import free_port, running, worker
-from tests.support.fleets.split_faults import SECRET, Outcomes, sealed_status
+from tests.support.fleets.split_faults import AUTH, SECRET, Outcomes
 from tests.support.models.random_models import random_layers
 
 PYTHON = Path(os.environ.get("MAMBA_JAX_INTEROP", sys.executable))
@@ -249,9 +249,9 @@ def test_prefill_and_decode(folder, alone, name):
     with running(prefill, decode):
         front = Front(name, folder, roles)
         try:
-            before = sealed_status(decode)["arrived"]
+            before = decode.get("/split/status", AUTH)["arrived"]
             assert traffic(front, alone, 24) == Outcomes(right=24)
-            assert sealed_status(decode)["arrived"] >= before + 11
+            assert decode.get("/split/status", AUTH)["arrived"] >= before + 11
             prefill.kill()
             outcomes = traffic(front, alone, 12)
             assert (len(outcomes.errors), outcomes.wrong) == (12, []), "docs/fleets.md says that all are lost"

@@ -3,6 +3,8 @@
 Workers stop where they are told to (`stoppable_worker.py`), so that each is killed exactly there.
 """
 
+import contextlib
+import itertools
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import openai
@@ -21,7 +23,9 @@ class StoppableFleet(Fleet):
 
     def __init__(self, folder) -> None:
         super().__init__(folder, [{}], [{}, {}])
-        self.count, self.pool = 0, ThreadPoolExecutor(8)
+        self.pool = ThreadPoolExecutor(8)
+        self.prompts = (f"{number} {TEXT}" for number in itertools.count())
+        """That no worker has seen."""
 
     def ask(self, prompt: str) -> Future[list[int]]:
         """Begins a request."""
@@ -36,26 +40,16 @@ class StoppableFleet(Fleet):
             self.front = self.route(port=self.front.port)
         self.begin()
 
-    def prompt(self) -> str:
-        """A prompt that no worker has seen."""
-        self.count += 1
-        return f"{self.count} {TEXT}"
-
     def decoding_worker(self):
         """The decode worker that has a request; the other one."""
         busy = [each for each in self.front.get("/status")["decode"] if each["load"]]
         (found,) = [each for each in self.decode if each.url == busy[0]["url"]]
         return found, next(each for each in self.decode if each is not found)
 
-    def assert_idle(self, *survivors) -> None:
-        """Nothing is in use on those who live, and nothing kept: pools balance, leases have run out."""
-        for each in survivors or self.workers:
-            assert each.idle(), (each.url, each.get("/split/status"), each.log())
-
 
 @pytest.fixture(scope="module")
 def whole_fleet(tmp_path_factory):
-    with StoppableFleet(tmp_path_factory.mktemp("stages")) as fleet:
+    with contextlib.closing(StoppableFleet(tmp_path_factory.mktemp("stages"))) as fleet:
         yield fleet
 
 
@@ -94,7 +88,7 @@ def test_a_kill(fleet, victim, stage, transport, error):
         fleet.stages.arm(stage)
     else:
         fleet.prefill[0].kill()
-    prompt = fleet.prompt()
+    prompt = next(fleet.prompts)
     assert len(prompt) > 2 * 64  # more than one step
     asked = fleet.ask(prompt)
     if stage:
@@ -115,8 +109,8 @@ def test_a_kill(fleet, victim, stage, transport, error):
     else:
         with pytest.raises(openai.APIError, match=error):
             asked.result(90)
-    fleet.assert_idle(*(each for each in fleet.workers if each.process.poll() is None))
+    fleet.assert_at_rest(*(each for each in fleet.workers if each.process.poll() is None))
     if victim == "router":
         fleet.mend()
-        prompt = fleet.prompt()
+        prompt = next(fleet.prompts)
         assert fleet.ask(prompt).result(90) == streamed(fleet.decode[0], prompt, LENGTH, salt="alone")

@@ -1,7 +1,7 @@
 """One of several hosts that run engines together: `python -m tests.support.fleets.engine_host JSON`.
 
-Prints a line of JSON when all rounds are done: the leader what it has generated, a follower what it has read. Without
-`led` each schedules for itself, and both generate.
+Prints a line of JSON when all rounds are done: the leader what it has generated, a follower what it has read. Then it
+goes on until it is killed. Without `led` each schedules for itself, both generate, and both end.
 """
 
 import itertools
@@ -62,9 +62,7 @@ def main(job):
     shares.exchanges_less = lambda *_: job.get("pairs", False)
     build.StepPrograms = partial(StepPrograms, compiler_options=QUICK_COMPILE)
     coordinator = f"127.0.0.1:{job['port']}"
-    hosts = HostSettings.create(
-        coordinator=coordinator, num_hosts=job["hosts"], host_id=job["host"], host_timeout=job.get("timeout", 8)
-    )
+    hosts = HostSettings.create(coordinator=coordinator, num_hosts=job["hosts"], host_id=job["host"], host_timeout=8)
     flags = [FLAGS | {"model": job["directory"]} | each for each in job["rounds"]]
     group, config = gather(hosts, EngineConfig.create(**flags[0]))
     devices = config.tensor_parallel_size
@@ -84,23 +82,22 @@ def main(job):
             if led:
                 Leader(built.engine.loop, group, built.digest).wait_until_ready()
             said.append(answers(built.engine))
-            if each is not flags[-1] or not job.get("go_on"):
+            if each is not flags[-1] or not led:
                 built.engine.close()
-        elif each is not flags[-1] or not job.get("go_on"):
+        elif each is not flags[-1]:
             follow(built, group)
     held = sum(leaf[...].addressable_shards[0].data.nbytes for leaf in parameters(built.model).values())
     whole = sum(leaf[...].nbytes for leaf in parameters(built.model).values())
     slow = built.engine.loop.programs.slow_links
     print(json.dumps({"said": said, "copied": sum(copied), "held": held, "whole": whole, "slow": slow}), flush=True)
-    if job.get("go_on"):
-        if not group.leads:
-            follow(built, group)
-        for i in itertools.count():
-            ask(built.engine, [[5 + i % 80, *PROMPTS[0]]], GREEDY)
-            time.sleep(0.01)
     if not led:
         multihost_utils.sync_global_devices("both have printed")
-    group.exit()
+        group.exit()
+    if not group.leads:
+        follow(built, group)
+    for i in itertools.count():
+        ask(built.engine, [[5 + i % 80, *PROMPTS[0]]], GREEDY)
+        time.sleep(0.01)
 
 
 if __name__ == "__main__":

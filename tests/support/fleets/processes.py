@@ -48,13 +48,12 @@ def free_port() -> int:
 class Process:
     """One `mamba-jax` command that listens."""
 
-    def __init__(self, *arguments: str, log_to, port: int | None = None, devices: int = 1, stages=None) -> None:
-        """`devices`: how many it has. `stages`: a folder by which it can be stopped (see `stoppable_worker.py`)."""
+    def __init__(self, *arguments: str, log_to, port: int | None = None, stages=None) -> None:
+        """`stages`: a folder by which it can be stopped (see `stoppable_worker.py`)."""
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.is_router = arguments[0] == "router"
-        flags = f"{QUICK_XLA_FLAGS} --xla_force_host_platform_device_count={devices}"
-        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK_XLA_FLAGS}
         program = ["serving.cli"] if stages is None else ["tests.support.servers.stoppable_worker", str(stages)]
         self.log_file = log_to / f"{arguments[0]}-{self.port}.log"
         with self.log_file.open("w") as log:
@@ -97,7 +96,7 @@ class Process:
                 self.process.kill()
                 self.process.wait(10)
 
-    def idle(self, seconds: float = 20.0, auth: httpx.Auth | None = None) -> bool:
+    def idle(self, seconds: float, auth: httpx.Auth | None) -> bool:
         """Whether a worker's pools come to rest with nothing in use. `auth`: that of its fleet."""
 
         def rests() -> bool:
@@ -109,13 +108,11 @@ class Process:
         return comes_true(rests, seconds, 0.1)
 
 
-def worker(role: str, log_to, *more: str, port: int | None = None, devices: int = 1, stages=None, **engine) -> Process:
+def worker(role: str, log_to, *more: str, port: int | None = None, stages=None, **engine) -> Process:
     """A worker of a role; `more` are further options of the command line."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in (ENGINE | engine).items()]
     arguments = ("--role", role) if role else ()
-    return Process(
-        "serve", *arguments, *flags, "--no-warmup", *more, log_to=log_to, port=port, devices=devices, stages=stages
-    )
+    return Process("serve", *arguments, *flags, "--no-warmup", *more, log_to=log_to, port=port, stages=stages)
 
 
 def router(prefill, decode, log_to, *more: str, port: int | None = None) -> Process:

@@ -2,7 +2,6 @@
 
 import random
 import signal
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,8 @@ from tests.support.fleets.processes import Process, router, running, streamed, w
 from tests.support.servers.stoppable_worker import Stages
 
 SECRET = "known to this fleet alone"
+AUTH = SealAuth(Seal(SECRET))
+"""Of messages to workers with this secret."""
 _SEALED = ("--transport=tcp", f"--split-secret={SECRET}")
 DEADLINE = 45.0
 """Seconds in which the router has to have begun an answer."""
@@ -49,23 +50,21 @@ class Outcomes:
     ) -> Self:
         """Adds those of so many requests, some at once. `ask`: sends one by its number; its answer, and the right one.
         `errors`: what a request may end with; others are raised. Returns itself."""
-        lock = threading.Lock()
 
-        def one(number: int) -> None:
+        def one(number: int) -> tuple[float, Any, Any, str]:
             begin, found, right, error = time.monotonic(), None, None, ""
             try:
                 found, right = ask(number)
             except errors as failure:
                 error = f"{type(failure).__name__}: {failure}"[:300]
-            seconds = time.monotonic() - begin
-            with lock:
+            return time.monotonic() - begin, found, right, error
+
+        with ThreadPoolExecutor(at_once) as pool:
+            for seconds, found, right, error in pool.map(one, range(count)):
                 self.right += not error and found == right
                 self.errors += [error] if error else []
                 self.wrong += [f"{found} instead of {right}"] if found != right else []
                 self.late += [seconds] if seconds > DEADLINE + _SLACK else []
-
-        with ThreadPoolExecutor(at_once) as pool:
-            list(pool.map(one, range(count)))
         return self
 
 
@@ -74,7 +73,9 @@ DRAFTS = {"num_speculative_tokens": 2, "speculative_method": "ngram"}
 
 
 class Fleet:
-    """Workers and a router as processes that can be stopped at stages, killed and started again. A context.
+    """Workers and a router as processes that can be stopped at stages, killed and started again.
+
+    Call `begin` before use, and `close` in any case.
 
     Args:
         folder: for logs and stages.
@@ -84,6 +85,7 @@ class Fleet:
 
     flags: ClassVar[dict[str, tuple[str, ...]]] = {"prefill": ("--lease=4",), "decode": ()}
     """Of the workers of a role."""
+    auth: ClassVar[httpx.Auth | None] = None
 
     def __init__(self, folder: Path, prefill: Sequence[dict], decode: Sequence[dict]) -> None:
         self.folder, self.stages = folder, Stages(folder)
@@ -92,17 +94,6 @@ class Fleet:
         self.prefill = [self.start("prefill", **engine) for engine in prefill]
         self.decode = [self.start("decode", **engine) for engine in decode]
         self.front = self.route()
-
-    def __enter__(self) -> Self:
-        try:
-            self.begin()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def begin(self) -> None:
         """Returns when all are ready."""
@@ -142,6 +133,13 @@ class Fleet:
         """A router in front of the fleet; `more` are further options."""
         return router(self.prefill, self.decode, self.folder, *more, port=port)
 
+    def assert_at_rest(self, *survivors: Process, seconds: float = 20.0) -> None:
+        """No place, slot or page is taken any more on these workers (without arguments: all): pools balance, leases
+        have run out."""
+        for each in survivors or self.workers:
+            idle = each.idle(seconds, self.auth)
+            assert idle, (each.url, each.get("/split/status", self.auth), each.get("/status")["stats"], each.log())
+
 
 class LoadedFleet(Fleet):
     """Two prefill workers and a decode worker with a secret, under load, with leases and deadlines of seconds.
@@ -155,6 +153,7 @@ class LoadedFleet(Fleet):
         "prefill": (*_SEALED, "--lease=4", "--max-lease=30", "--max-kept=4"),
         "decode": (*_SEALED, "--fetch-timeout=3"),
     }
+    auth = AUTH
 
     def __init__(self, folder: Path, *, unlike: bool = False) -> None:
         super().__init__(folder, [{}, UNLIKE] if unlike else [{}, {}], [DRAFTS, UNLIKE] if unlike else [{}])
@@ -205,22 +204,7 @@ class LoadedFleet(Fleet):
         with ThreadPoolExecutor(12) as pool:
             list(pool.map(one, range(count)))
 
-    def fetched(self) -> dict[str, int]:
-        """The first decode worker's counters."""
-        return sealed_status(self.decode[0])
-
-    def assert_at_rest(self, seconds: float = 60.0) -> None:
-        """No place, slot or page is taken on any worker any more, and every worker is up again."""
-        for each in self.workers:
-            assert at_rest(each, seconds), (each.url, sealed_status(each), each.get("/status")["stats"], each.log())
+    def assert_at_rest(self, *survivors: Process, seconds: float = 60.0) -> None:
+        """In addition, every worker is up again."""
+        super().assert_at_rest(*survivors, seconds=seconds)
         self.front.wait_until_ready()
-
-
-def sealed_status(process: Process) -> dict:
-    """What a worker says at /split/status, to one of its fleet."""
-    return process.get("/split/status", SealAuth(Seal(SECRET)))
-
-
-def at_rest(process: Process, seconds: float) -> bool:
-    """Whether a worker comes to have nothing in use."""
-    return process.idle(seconds, SealAuth(Seal(SECRET)))

@@ -45,9 +45,7 @@ def greedy(tokens, count, config=STEP):
 class Host:
     """Store, rows and programs."""
 
-    def __init__(
-        self, config=STEP, *, num_drafts=3, debug_state=True, slots=500, pages=500, source=None, interval=None
-    ):
+    def __init__(self, config=STEP, *, num_drafts=3, source=None, interval=None):
         """`interval`: rows are held by replay."""
         self.config, self.num_drafts = config, num_drafts
         self.replay = None if interval is None else Replay(interval, num_drafts)
@@ -55,11 +53,11 @@ class Host:
         # Everything is garbage until it is written; the null slot and page are the worst garbage, for good.
         self.store = spoiled_store(
             config,
-            num_slots=slots,
-            num_pages=pages,
+            num_slots=500,
+            num_pages=500,
             page_size=PAGE,
             dtype=jnp.float32,
-            debug_state=debug_state,
+            debug_state=True,
             replay=self.replay,
             num_tails=0 if interval is None else 9,
         )
