@@ -68,7 +68,7 @@ def first_pages(whole, *arguments, **more):
     return found, [Piece(piece.start - cut[0].start, piece.tokens) for piece in cut]
 
 
-@fault(6, Scheduler, "hold")
+@fault(6, Scheduler, "hold", seen_with=("decode", "full"))
 def another_slot(whole, host, row):
     held = whole(host, row)
     held.slots_of.release(held.slot)
@@ -103,13 +103,13 @@ fault(16, seen_with=({"ssm_dtype": "bfloat16"}, "--ssm-dtype"))(
 )
 
 
-@fault(17, Scheduler, "arrived")
+@fault(17, Scheduler, "arrived", seen_with=("decode", "full"))
 def starts_afresh(whole, host, load):
     whole(host, load)
     load.request.progress.state.advance_chunk(StateAccess(0, [0]), load.position)
 
 
-@fault(18, programs, "_write_piece", compiles="points")
+@fault(18, programs, "_write_piece", seen_with=("mtp",), compiles="points")
 def no_draft_layers(whole, arrangement, store, piece, pages):
     layers = split_pair.CONFIG.num_attention_uses
     changed = whole(arrangement, dataclasses.replace(store, kv=store.kv[:layers]), piece, pages)
@@ -126,7 +126,7 @@ def one_page_too_far(whole, host, request, match):
     return reason
 
 
-@fault(20, Scheduler, "hold")
+@fault(20, Scheduler, "hold", seen_with=("decode", "full"))
 def released_before_the_copy(whole, host, row):
     held = whole(host, row)
     host.release_hold(held)
