@@ -16,27 +16,6 @@ CUT = httpx.RemoteProtocolError("Server disconnected without sending a response.
 NOT_READY = httpx.Response(503, json={})
 
 
-class Endless(Workers):
-    """Its streams go on until `last` is set; a prompt of "cut" is cut off without an answer."""
-
-    def __init__(self, **broken):
-        super().__init__(**broken)
-        self.last = asyncio.Event()
-
-    async def __call__(self, request):
-        if request.url.path == "/v1/completions":
-            if json.loads(request.content)["prompt"] == "cut":
-                raise CUT
-            return httpx.Response(200, content=self.pieces())
-        return await super().__call__(request)
-
-    async def pieces(self):
-        while not self.last.is_set():
-            yield b"data: 1\n\n"
-            await asyncio.sleep(0.01)
-        yield b"data: [DONE]\n\n"
-
-
 def exhausted() -> httpx.ConnectError:
     """What httpx raises where the process has no file descriptor left."""
     error = httpx.ConnectError("All connection attempts failed")
@@ -45,25 +24,14 @@ def exhausted() -> httpx.ConnectError:
 
 
 def test_a_lost_request_is_retried_and_the_worker_stays_up():
-    over = relay(Workers(d1={"/v1/completions": CUT}, p1={"/split/prefill": CUT}))
+    workers = Workers(d1={"/v1/completions": CUT}, p1={"/split/prefill": CUT})
+    over = relay(workers)
     for i in range(12):
         assert ask(over, BODY | {"prompt": f"text {i}"})[0] == 200
     assert over.stats.decode_retries >= 1
     assert over.stats.prefill_retries >= 1
+    assert workers.paths("/split/prefill").count(("p2", "/split/prefill")) == 12, "another decode worker uses the state"
     assert all(worker.up for worker in (*over.fleet.prefill, *over.fleet.decode))
-
-
-async def test_streams_flow_on_while_other_requests_to_the_worker_are_lost():
-    workers = Endless()
-    over = relay(workers, prefill=(), decode=("d1",))
-    streams = [(await over.answer(asked("completions", STREAM))).body for _ in range(3)]
-    reads = [asyncio.create_task(all_of(body)) for body in streams]
-    for _ in range(20):
-        with pytest.raises(ApiError):
-            await over.answer(asked("completions", STREAM | {"prompt": "cut"}))
-    await asyncio.sleep(0.05)
-    workers.last.set()
-    assert all(read[-1] == b"data: [DONE]\n\n" for read in await asyncio.gather(*reads))
 
 
 async def test_requests_lost_at_the_same_moment_end_no_other_request():
@@ -84,18 +52,35 @@ async def test_requests_lost_at_the_same_moment_end_no_other_request():
     assert over.fleet.decode[0].up
 
 
-@pytest.mark.parametrize("ready", [NOT_READY, httpx.ConnectError("refused")], ids=["not ready", "refused"])
-async def test_the_health_check_after_a_lost_request_decides(ready):
+@pytest.mark.parametrize(
+    ("ready", "up"),
+    [(httpx.Response(200), True), (NOT_READY, False), (httpx.ConnectError("refused"), False)],
+    ids=["ready", "not ready", "refused"],
+)
+async def test_the_health_check_after_a_lost_request_decides(ready, up):
     """New requests go elsewhere; a stream that flows is not cut, as while a worker drains."""
-    workers = Endless(d1={"/ready": ready})
-    over = relay(workers, prefill=(), decode=("d1",))
+    last = asyncio.Event()
+
+    async def endless():
+        while not last.is_set():
+            yield b"data: 1\n\n"
+            await asyncio.sleep(0.01)
+        yield b"data: [DONE]\n\n"
+
+    async def serve(request):
+        if json.loads(request.content)["prompt"] == "cut":
+            raise CUT
+        return httpx.Response(200, content=endless())
+
+    over = relay(Workers(d1={"/ready": ready, "/v1/completions": serve}), prefill=(), decode=("d1",))
     answer = await over.answer(asked("completions", STREAM))
     read = asyncio.create_task(all_of(answer.body))
-    with pytest.raises(ApiError, match="no decode worker is available"):
-        await over.answer(asked("completions", STREAM | {"prompt": "cut"}))
+    for _ in range(20):
+        with pytest.raises(ApiError, match="no decode worker is available"):
+            await over.answer(asked("completions", STREAM | {"prompt": "cut"}))
     await asyncio.sleep(0.05)
-    assert not over.fleet.decode[0].up
-    workers.last.set()
+    assert over.fleet.decode[0].up == up
+    last.set()
     assert (await read)[-1] == b"data: [DONE]\n\n"
 
 
@@ -117,9 +102,12 @@ async def test_a_silent_stream_of_a_worker_that_is_down_ends():
         await asyncio.wait_for(waiting, 30)
 
 
-async def test_a_connection_lost_by_a_health_check_is_one_missed_check():
-    over = relay(Workers(d1={"/ready": CUT}), decode=("d1",))
-    for up in (True, True, False):
+@pytest.mark.parametrize(
+    ("error", "expected"), [(CUT, [True, True, False]), (exhausted(), [True] * 5)], ids=["connection", "descriptors"]
+)
+async def test_health_checks_without_an_answer_count_unless_the_router_is_at_fault(error, expected):
+    over = relay(Workers(d1={"/ready": error}), decode=("d1",))
+    for up in expected:
         await over.fleet._check_health(over.fleet.decode[0])
         assert over.fleet.decode[0].up == up
 
@@ -137,13 +125,6 @@ def test_an_error_raised_in_the_router_blames_no_worker(error, status, path):
     assert refused.value.status == status
     workers = (*over.fleet.prefill, *over.fleet.decode)
     assert [(worker.up, worker.failures) for worker in workers] == [(True, 0)] * 4
-
-
-async def test_a_router_without_descriptors_keeps_what_it_knows_of_workers():
-    over = relay(Workers(d1={"/ready": exhausted()}), decode=("d1",))
-    for _ in range(5):
-        await over.fleet._check_health(over.fleet.decode[0])
-    assert over.fleet.decode[0].up
 
 
 def test_a_worker_gets_no_more_requests_than_its_connections_allow():

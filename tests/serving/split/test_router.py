@@ -70,18 +70,6 @@ def test_the_routers_own_key_is_not_lent_to_clients():
     assert {path: key for path, key in keys.items() if key} == {"/split/release": "Bearer router"}
 
 
-def test_another_decode_worker_takes_over_with_the_same_state():
-    workers = Workers(d1={"/v1/completions": httpx.ReadError("died")})
-    over = relay(workers, decode=("d1", "d2"))
-    for i in range(8):
-        assert ask(over, BODY | {"prompt": f"text {i}"})[0] == 200
-        over.fleet.decode[0].up = True
-    assert over.stats.decode_retries >= 1
-    assert len(workers.paths("/split/prefill")) == 8
-    with pytest.raises(ApiError, match="no decode worker"):
-        ask(relay(Workers(d1=httpx.ConnectError("no")), decode=("d1",)))
-
-
 def test_workers_are_chosen_by_the_prompts_beginning():
     fleet = [Remote(f"http://{i}", "decode") for i in range(5)]
     keys = [f"prompt {i}".encode() for i in range(200)]
@@ -242,22 +230,6 @@ def front(monkeypatch):
     """A router over made-up workers, and what they were asked."""
     workers = Workers()
     return workers, fake_workers.front(monkeypatch, workers, prefill=("http://p1",), max_body_bytes=100_000)
-
-
-OTHER_FORMS = {
-    "/v1/responses": {"input": "x", "instructions": "Be brief."},
-    "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5},
-}
-
-
-@pytest.mark.parametrize("path", OTHER_FORMS)
-@pytest.mark.parametrize("stream", [False, True])
-def test_other_forms_are_split_as_well(front, path, stream):
-    workers, client = front
-    answer = asyncio.run(client.post(path, json=OTHER_FORMS[path] | {"stream": stream}))
-    assert answer.status_code == 200
-    assert [path for _, path in workers.asked] == ["/split/prefill", "/split/expect", path]
-    assert answer.text == ("data: 1\n\ndata: [DONE]\n\n" if stream else '{"from": "d1"}')
 
 
 def completion(field: bytes) -> tuple[str, str, bytes, int]:

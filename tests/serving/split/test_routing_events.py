@@ -11,7 +11,6 @@ import pytest
 from checkpoints.load import load_model
 from checkpoints.tokenizer import load_tokenizer
 from serving.config import EngineConfig
-from serving.core.cache.content import Chain, Scope, state_name
 from serving.core.tiers.journal import Journal
 from serving.engine.assembly.build import assemble
 from serving.split.http import events
@@ -28,9 +27,15 @@ from tests.support.waiting import comes_true
 
 SECRET = "a secret of the fleet"
 SEAL = Seal(SECRET)
-B = ENGINE["state_block_size"]
 TEXT = "The first words of a conversation that a client will continue later."
 MORE = " More of it."
+CHAT = [{"role": "user", "content": TEXT}]
+OTHER_FORMS = {
+    "/v1/chat/completions": ({"messages": CHAT, "max_tokens": 4}, '"finish_reason":"length"'),
+    "/v1/responses": ({"input": TEXT, "instructions": "Be brief.", "max_output_tokens": 4}, '"status":"incomplete"'),
+    "/v1/messages": ({"messages": CHAT, "system": "Be brief.", "max_tokens": 4}, '"stop_reason":"max_tokens"'),
+}
+"""By path: a request, and what is in its stream when the answer has its length."""
 PLAIN = {"speculative_method": None, "num_speculative_tokens": 0, "enable_structured_outputs": False}
 
 
@@ -104,28 +109,12 @@ def front():
         yield lambda *servers, **settings: Front(stack, servers, **settings)
 
 
-def messages(lines):
-    """(event, data) of each message, as they come."""
-    kind = ""
-    for line in lines:
-        name, _, value = line.partition(": ")
-        if name == "event":
-            kind = value
-        elif name == "data":
-            yield kind, json.loads(value)
-
-
 def stream(server):
     return httpx.stream("GET", f"{server.url}/internal/events", auth=SealAuth(SEAL), timeout=30)
 
 
 def cached(answer) -> int:
     return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-
-def name_of(tokens, salt=None) -> str:
-    links = Chain(Scope(salt), B).reach(tokens)
-    return state_name(links[-1], tokens[len(tokens) // B * B :]).hex()
 
 
 def test_unsigned_requests_are_refused(start):
@@ -135,38 +124,13 @@ def test_unsigned_requests_are_refused(start):
     assert answer.status_code == 401
 
 
-def test_a_stream_tells_what_can_be_gone_on_from(start):
-    server = start()
-    prompt = list(range(1, 50))
-    server.complete(prompt)
-    with stream(server) as answer:
-        said = messages(answer.iter_lines())
-        kind, head = next(said)
-        assert (kind, head["block"], head["weights"], head["model"]) == ("snapshot", B, 0, "demo")
-        kind, held = next(said)
-        assert (kind, held["tier"]) == ("held", "device")
-        assert len(held["states"]) == head["states"]
-        (state,) = [each for each in held["states"] if each[0] == name_of(prompt)]
-        assert state[2:] == [49 % B, 49]
-        server.complete(prompt[:40], cache_salt="mine")
-        names: set[str] = set()
-        while name_of(prompt[:40], "mine") not in names:
-            kind, told = next(said)
-            assert (kind, told["tier"]) == ("stored", "device")
-            names |= {each[0] for each in told["states"]}
-        assert name_of(prompt[:40]) not in names
-        for first in range(50, 130):  # until something has to go
-            server.complete([first, *prompt])
-        while kind != "evicted":
-            kind, told = next(said)
-        assert all(len(name) == 40 for name in told["states"])
-
-
 def test_a_server_shuts_down_while_a_reader_listens(start):
     server = start()
     with stream(server) as answer:
         lines = answer.iter_lines()
         assert next(lines) == "event: snapshot"
+        head = json.loads(next(line for line in lines if line.startswith("data: ")).removeprefix("data: "))
+        assert head == {"model": "demo", "block": ENGINE["state_block_size"], "weights": 0, "states": 0}
         begin = time.monotonic()
         server.close()
         assert time.monotonic() - begin < 10
@@ -195,8 +159,7 @@ def test_conversations_go_where_they_can_be_gone_on_with(start, front):
     texts = [f"{n}: {TEXT}" for n in range(4)]
     for text, server in zip(texts, (one, other, one, other), strict=True):
         server.complete(text)
-    chat = [{"role": "user", "content": TEXT}]
-    one.http.post("/v1/chat/completions", json={"model": "demo", "messages": chat, "max_tokens": 2})
+    one.http.post("/v1/chat/completions", json={"model": "demo", "messages": CHAT, "max_tokens": 2})
     over.wait_until_told(one, other)
     for text in texts:
         assert cached(over.post("/v1/completions", prompt=text + MORE)) >= 15
@@ -204,11 +167,11 @@ def test_conversations_go_where_they_can_be_gone_on_with(start, front):
     assert (placement["by_state"], placement["by_text"]) == (4, 0)
     workers = {worker["url"]: worker["requests"] for worker in over.status()["decode"]}
     assert workers == {one.url: 2, other.url: 2}
-    assert cached(over.post("/v1/chat/completions", messages=chat)) > 0
+    assert cached(over.post("/v1/chat/completions", messages=CHAT)) > 0
     one.complete(TEXT, cache_salt="own")
     over.wait_until_told(one, other)
     assert cached(over.post("/v1/completions", prompt=TEXT + MORE, cache_salt="own")) >= 15
-    over.post("/v1/messages", messages=chat)
+    over.post("/v1/messages", messages=CHAT)
     over.post("/v1/responses", input=TEXT)
     status = over.status()
     assert status["placement"]["by_state"] == 8
@@ -256,7 +219,7 @@ def test_a_busy_workers_state_goes_to_another_one(start, front):
 
 
 def test_prompts_are_computed_where_most_of_them_is(start, front):
-    """Of two prefill workers; what they compute goes to the decode worker."""
+    """Of two prefill workers; what they compute goes to the decode worker, whichever API a prompt comes by."""
     roles = [SplitSettings.create(role=role, split_secret=SECRET, transport="tcp") for role in ("prefill", "decode")]
     one, other, decode = start(roles[0]), start(roles[0]), start(roles[1])
     over = front(decode, prefill=(one, other))
@@ -271,5 +234,11 @@ def test_prompts_are_computed_where_most_of_them_is(start, front):
     assert {worker["url"]: worker["requests"] for worker in status["prefill"]} == {one.url: 2, other.url: 2}
     assert status["placement"]["resumable_tokens"]["prefill device"] >= 4 * 15
     assert decode.http.get("/split/status", auth=SealAuth(SEAL)).json()["arrived"] == 4
+    for path, (body, last) in OTHER_FORMS.items():
+        streamed = httpx.post(over.url + path, json=body | {"model": "demo", "stream": True, "cache_salt": "streamed"})
+        assert last in streamed.text
+        over.post(path, **body)
+    assert over.status()["relay"]["split"] == 4 + 2 * len(OTHER_FORMS)
+    assert decode.http.get("/split/status", auth=SealAuth(SEAL)).json()["arrived"] == 4 + 2 * len(OTHER_FORMS)
     for server in (one, other, decode):
         server.assert_idle()
