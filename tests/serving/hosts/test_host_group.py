@@ -8,14 +8,18 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from serving.config import ConfigError
 from serving.hosts import host_group
+from serving.hosts.host import Leader, follow
 from serving.hosts.host_group import HostGroup
 from serving.hosts.link import Kind, Link, LinkError
+from tests.serving.hosts.test_follower import follower_of
 from tests.serving.hosts.test_link import sockets
+from tests.serving.hosts.test_wire import VOCAB, builder
 
 ROOT = Path(__file__).resolve().parents[3]
 # That is how the threads of a lost host end here.
@@ -51,18 +55,23 @@ def pair():
         each.close()
 
 
-def test_calls_arrive_in_order_until_done(pair):
-    leader, follower = pair
-    follower.tell(Kind.READY)
+def test_a_follower_runs_what_the_leader_sends_until_done(pair):
+    loop, (built, _) = SimpleNamespace(followers=None), follower_of([])
+    leader = Leader(loop, pair[0], built.digest)
+    assert loop.followers is leader
+    batches = list(builder().warm_up_batches(VOCAB))[:5]
+    following = threading.Thread(target=follow, args=(built, pair[1]), daemon=True)
+    following.start()
     leader.wait_until_ready()
-    for i in range(100):
-        leader.tell(Kind.CALL, b"%d" % i)
-    leader.tell(Kind.DONE)
-    assert list(follower.calls()) == [b"%d" % i for i in range(100)]
-    leader.close()
-    follower.close()
-    assert leader.ends.empty()
-    assert follower.ends.empty()
+    for batch in batches:
+        leader.call(batch)
+    leader.done()
+    following.join(30)
+    assert not following.is_alive()
+    assert [type(batch) for batch in built.engine.loop.ran] == [type(batch) for batch in batches]
+    for each in pair:
+        each.close()
+        assert each.ends.empty()
 
 
 @pytest.fixture

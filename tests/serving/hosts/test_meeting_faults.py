@@ -1,5 +1,6 @@
 """Hosts that are killed or frozen before all have met: the leader exits with one line, in time."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -34,36 +35,31 @@ def server():
     forkserver._forkserver._stop()
 
 
-class Meeting:
+class Meeting(contextlib.ExitStack):
     """Processes of `host_meeting`; the one numbered 1 stops at a stage."""
 
-    def __init__(self, folder, stage, *, hosts=2, started=2):
-        self.port, self.hosts, self.folder, self.log = free_port(), hosts, folder, folder / "host-0.log"
+    def __init__(self, folder, stage):
+        super().__init__()
+        self.port, self.folder, self.log = free_port(), folder, folder / "host-0.log"
         self.processes, self.pipes = [], []
-        for host in range(started):
+        for host in (0, 1):
             self.start(stage if host == 1 else None, f"host-{host}", host)
-        for host in range(started):
+        for host in (0, 1):
             self.reach("started", host)
-        for host in range(1 if stage == "started" else started):
+        for host in (0,) if stage == "started" else (0, 1):
             self.go_on(host)
 
     def start(self, stage, name, host):
-        job = {"coordinator": f"127.0.0.1:{self.port}", "num_hosts": self.hosts, "host_id": host, "grace": GRACE}
+        job = {"coordinator": f"127.0.0.1:{self.port}", "num_hosts": 2, "host_id": host, "grace": GRACE}
         job |= {"meeting_timeout": SECONDS, "stop": stage}
         pipe, theirs = FORKED.Pipe()
         process = FORKED.Process(target=main, args=(theirs, str(self.folder / f"{name}.log"), job), daemon=True)
         process.start()
         theirs.close()
+        self.callback(process.join, 10)
+        self.callback(process.kill)
         self.processes.append(process)
         self.pipes.append(pipe)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        for process in self.processes:
-            process.kill()
-            process.join(10)
 
     def go_on(self, host):
         self.pipes[host].send(None)
@@ -76,7 +72,7 @@ class Meeting:
                 found = self.pipes[host].recv()
             assert found == stage, f"host {host} is not there after 120 s"
         except (EOFError, ConnectionError):
-            self.__exit__()  # the constructor waits too, and a `with` statement has not entered then
+            self.close()  # the constructor waits too, and a `with` statement has not entered then
             raise AssertionError(f"host {host} has ended") from None
 
     def leader_ends(self):

@@ -23,11 +23,7 @@ def builder(**changes):
     return BatchBuilder(config, seats_bring_tokens=True, masks=True, narrow_steps=True, mixed_steps=True)
 
 
-def receiver(**changes):
-    return Receiver(builder(**changes).warm_up_batches(VOCAB))
-
-
-RECEIVER = receiver()
+RECEIVER = Receiver(builder().warm_up_batches(VOCAB))
 
 
 def whole(batch, number=0):
@@ -42,7 +38,7 @@ def filled(batch):
 
 @pytest.mark.parametrize("changes", [{}, {"num_speculative_tokens": 3}, {"replay_interval": 8}, {"num_pages": 0}])
 def test_every_batch_comes_out_as_it_went_in(changes):
-    kinds, reading = set(), receiver(**changes)
+    kinds, reading = set(), Receiver(builder(**changes).warm_up_batches(VOCAB))
     for number, batch in enumerate(map(filled, builder(**changes).warm_up_batches(VOCAB))):
         again, found = reading.from_bytes(whole(batch, number))
         assert again == number

@@ -4,6 +4,7 @@ import argparse
 import importlib
 import json
 import sys
+from enum import StrEnum
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
@@ -26,9 +27,7 @@ def worker(monkeypatch):
         for member in members:
             setattr(module, member, type(member, (Exception,), {}) if "exceptions" in name else type(member, (), {}))
         monkeypatch.setitem(sys.modules, name, module)
-    modes = SimpleNamespace(PREFILL="prefill", DECODE="decode")
-    constants = ModuleType("dynamo.common.constants")
-    constants.DisaggregationMode = type("Mode", (), {"__new__": lambda cls, mode: mode} | vars(modes))
+    constants = SimpleNamespace(DisaggregationMode=StrEnum("Mode", ["PREFILL", "DECODE"]))
     monkeypatch.setitem(sys.modules, "dynamo.common.constants", constants)
     monkeypatch.delitem(sys.modules, "serving.split.dynamo", raising=False)
     yield importlib.import_module("serving.split.dynamo")

@@ -50,14 +50,10 @@ MESSAGES = {
 }  # fmt: skip
 
 
-@pytest.fixture(params=["prefill", "decode"])
-def worker(start, request, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize(("role", "share"), [("prefill", False), ("decode", True)])
+def test_odd_messages(start, role, share, monkeypatch):  # noqa: F811
     monkeypatch.setattr(routes, "_MAX_PEERS", 4)
-    share = request.param == "decode"
-    return start(SplitSettings.create(role=request.param, share=share, transport="tcp", fetch_timeout=1.0, lease=1.0))
-
-
-def test_odd_messages(worker):
+    worker = start(SplitSettings.create(role=role, share=share, transport="tcp", fetch_timeout=1.0, lease=1.0))
     with httpx.Client(base_url=worker.url, headers={"content-type": "application/json"}, timeout=60) as client:
         for path, message in ((path, message) for path, messages in MESSAGES.items() for message in messages):
             answer = client.post(path, content=json.dumps(message))
