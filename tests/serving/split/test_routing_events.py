@@ -33,9 +33,9 @@ CHAT = [{"role": "user", "content": TEXT}]
 OTHER_FORMS = {
     "/v1/chat/completions": ({"messages": CHAT, "max_tokens": 4}, '"finish_reason":"length"'),
     "/v1/responses": ({"input": TEXT, "instructions": "Be brief.", "max_output_tokens": 4}, '"status":"incomplete"'),
-    "/v1/messages": ({"messages": CHAT, "system": "Be brief.", "max_tokens": 4}, '"stop_reason":"max_tokens"'),
+    "/v1/messages": ({"messages": CHAT, "system": "Be polite.", "max_tokens": 4}, '"stop_reason":"max_tokens"'),
 }
-"""By path: a request, and what is in its stream when the answer has its length."""
+"""By path: a request, and what its stream contains if the answer is as long as it may be. All prompts differ."""
 PLAIN = {"speculative_method": None, "num_speculative_tokens": 0, "enable_structured_outputs": False}
 
 
