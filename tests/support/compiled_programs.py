@@ -32,32 +32,26 @@ from mamba_jax.store import StoreShape, init_store
 from serving.capacity.compiling import Program, SlicePrograms, check_compiler, slice_mesh
 from serving.capacity.targets import Target, target
 from serving.config import ConfigError
-from tests.support.hlo_traffic import COLLECTIVES, Traffic, count_collectives, sums_of_devices
+from tests.support.hlo_traffic import COLLECTIVES, Traffic, sums_of_devices
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MeasuredProgram(Program):
     """Of a TPU's program bytes, of a GPU's launches and kernels; all for a greedy step on one device."""
 
-    moved: int = 0
-    """Bytes to and from the device's memory, keys and values aside; see `Traffic`."""
-    weights: int = 0
+    traffic: Traffic
+    """Bytes to and from the device's memory, keys and values aside, and between devices."""
+    weights: int
     """Bytes that read weights, and that write and read copies of weights."""
-    arriving: tuple[int, ...] = ()
-    """Bytes on their way to the chip's own memory during each exchange, mostly weights of the next projection."""
-    collectives: dict[str, int] | None = None
+    collectives: dict[str, int]
     """How often devices exchange something, by kind."""
-    gathered: int = 0
-    """Bytes of all-gathers on each device, its own part included."""
-    exchanged: int = 0
-    """Likewise of all-to-alls."""
-    launches: dict[str, int] | None = None
+    launches: dict[str, int] | None
     """What the host launches, by kind of thunk; `kCommandBuffer` is a CUDA graph."""
-    kernels: int = 0
+    kernels: int
     """Those inside a loop or a conditional are not counted."""
-    sums_by_xla: int = 0
+    sums_by_xla: int
     """Products, and sums of floats along an axis or of devices (`sums_of_devices`), that are in no kernel."""
-    sums_in_copies: int = 0
+    sums_in_copies: int
     """Fusions of a GPU's program that write a concatenation and add numbers up, each sum in one thread."""
 
 
@@ -105,7 +99,7 @@ def compile_step(
     *,
     store: dict[str, Any],
     seats: dict[str, Any],
-    model: HybridModel | None = None,
+    parameters: dict | None = None,
     tile_size: int = 128,
     source: Any = None,
     lora: tuple[int, int] | None = None,
@@ -118,7 +112,7 @@ def compile_step(
     Args:
         store: arguments of `init_store`.
         seats: arguments of `init_rows`.
-        model: with described parameters; None: in bfloat16.
+        parameters: without values; None: in bfloat16.
         source: of drafts.
         greedy: leave out sampling, which takes over a third of the compiler's time.
         kernels: what operations run by, as the engine's flag says it.
@@ -128,7 +122,7 @@ def compile_step(
     partition = Partition.of(config, machine.count // members, members)
     shape = StoreShape.of(config, routed_experts=store.get("routed_experts", False))
     programs = SlicePrograms(
-        model or HybridModel.abstract(config, dtype=jnp.bfloat16),
+        HybridModel.from_parameters(config, parameters or abstract_parameters(config, jnp.bfloat16)),
         slice_mesh(machine, members),
         store=jax.eval_shape(partial(init_store, partition.store_shape(shape), dtype=jnp.bfloat16, **store)),
         rows=jax.eval_shape(partial(init_rows, config, source=source, **seats)),
@@ -161,23 +155,20 @@ def measured(programs: SlicePrograms, batch: StepBatch, name: str = "step") -> M
     # Fusions, the library's kernels and our own, and copies.
     kernels = len(re.findall(r" (?:fusion|custom-call|copy)\(", text[text.find("\nENTRY ") :]))
     copies = re.findall(r"^%fused_concatenate.*?^}", text, re.MULTILINE | re.DOTALL)
-    found: dict[str, Any] = {"launches": launches, "kernels": kernels}
-    found["sums_in_copies"] = sum(" reduce(" in copy for copy in copies)
     sums = r"stablehlo.dot_general|applies stablehlo.add across .*f32"
-    found["sums_by_xla"] = len(re.findall(sums, given)) + len(sums_of_devices(text))
     traffic = Traffic(text)
-    if not gpu:
-        found |= {"moved": traffic.total(), "arriving": tuple(traffic.arriving(COLLECTIVES))}
     return MeasuredProgram(
         name,
         memory.generated_code_size_in_bytes,
         memory.temp_size_in_bytes,
         memory.alias_size_in_bytes,
-        collectives=count_collectives(text),
-        gathered=traffic.received("all-gather"),
-        exchanged=traffic.received("all-to-all"),
+        traffic=traffic,
         weights=traffic.of_arguments(r"weights\[\d+\]"),
-        **found,
+        collectives=traffic.count(COLLECTIVES),
+        launches=launches,
+        kernels=kernels,
+        sums_by_xla=len(re.findall(sums, given)) + len(sums_of_devices(text)),
+        sums_in_copies=sum(" reduce(" in copy for copy in copies),
     )
 
 

@@ -98,8 +98,8 @@ class Traffic:
                 results += it.result[count : 2 * count]
         return sum(array.bytes for array in results if array.floats)
 
-    def arriving(self, kinds: Sequence[str]) -> list[int]:
-        """For each instruction of these kinds, in order: bytes on their way to the chip's own memory while it runs."""
+    def arriving(self) -> list[int]:
+        """For each exchange, in order: bytes on their way to the chip's own memory, mostly weights of what follows."""
         found, under_way = [], dict[str, int]()
         for it in self._computations[self._entry]:
             if it.operation in ("copy-start", "slice-start"):
@@ -107,7 +107,7 @@ class Traffic:
                 under_way[it.name] = part.bytes * part.local
             elif it.operation in ("copy-done", "slice-done"):
                 under_way.pop(it.operands[0], None)
-            elif it.operation.removesuffix("-start") in kinds:
+            elif it.operation.removesuffix("-start") in COLLECTIVES:
                 found.append(sum(under_way.values()))
         return found
 

@@ -17,7 +17,6 @@ from checkpoints.load import load_config
 from checkpoints.presets import PRESETS
 from kernels_pallas.grouped_matmul import grouped_matmul
 from mamba_jax.batch import DecodeBatch, MixedBatch, PrefillBatch
-from mamba_jax.model import HybridModel
 from mamba_jax.sharding import Partition
 from mamba_jax.store import Replay
 from serving.capacity.compiling import slice_mesh
@@ -29,6 +28,8 @@ pytestmark = [pytest.mark.gpu_compile, pytest.mark.full]
 
 STORE = {"num_slots": 2000, "num_pages": 33_000, "page_size": 64}
 ROWS, TOKENS, TILE = 64, 2048, 128
+DECODE = DecodeBatch.empty(rows=ROWS, num_speculative_tokens=0, pages_per_row=64)
+PREFILL = PrefillBatch.empty(tokens=TOKENS, rows=2, tiles=TOKENS // TILE + 2, pages_per_row=64, tile_size=TILE)
 MOST = 500e6
 """Temporaries. Caches, states and experts' weights of one layer are each larger, so none of them is copied."""
 
@@ -62,31 +63,14 @@ SAMPLING, EXPERTS = FEW[0], FEW[2]
 its prefill."""
 
 
-def compiled_for(
-    model, pattern, topology, drafts, batch, vocab_size=1024, kind=None, lora=None, replay=None, greedy=True
-):
+def compiled_for(model, pattern, topology, drafts, batch, vocab_size=1024, kind=None, replay=None, **options):
     """The program, the bytes of its store, and how operations run."""
     config = few_layers(model, pattern, vocab_size)
-    described = None
-    if kind is not None:
-        narrow = narrow_parameters(config, Partition.of(config, target(topology).count), kind)
-        described = HybridModel.from_parameters(config, narrow)
-    step = compile_step(
-        config,
-        topology,
-        batch,
-        store=STORE | {"replay": replay, "num_tails": 0 if replay is None else ROWS + 1},
-        seats={
-            "max_num_seqs": ROWS,
-            "num_speculative_tokens": drafts,
-            "replay": replay is not None,
-            "adapters": lora is not None,
-        },
-        model=described,
-        tile_size=TILE,
-        lora=lora,
-        greedy=greedy,
-    )
+    narrow = kind and narrow_parameters(config, Partition.of(config, target(topology).count), kind)
+    store = STORE | {"replay": replay, "num_tails": 0 if replay is None else ROWS + 1}
+    seats = {"max_num_seqs": ROWS, "num_speculative_tokens": drafts, "replay": replay is not None}
+    seats["adapters"] = "lora" in options
+    step = compile_step(config, topology, batch, store=store, seats=seats, parameters=narrow, tile_size=TILE, **options)
     return step.program, step.states + step.pages, step.kernels
 
 
@@ -117,9 +101,8 @@ def test_decode_is_lean(model, pattern, topology, drafts):
     ("model", "pattern", "topology", "drafts"), [*(case for case in FEW if case != EXPERTS), slow(*EXPERTS), *REST]
 )
 def test_prefill_is_lean(model, pattern, topology, drafts):
-    batch = PrefillBatch.empty(tokens=TOKENS, rows=2, tiles=TOKENS // TILE + 2, pages_per_row=64, tile_size=TILE)
     greedy = (model, pattern, topology, drafts) != SAMPLING
-    program, store, kernels = compiled_for(model, pattern, topology, drafts, batch, greedy=greedy)
+    program, store, kernels = compiled_for(model, pattern, topology, drafts, PREFILL, greedy=greedy)
     check(program, store)
     by_xla = ("recurrence_scan by xla", "paged_attention by xla")
     assert not [by for by in by_xla if by in kernels]
@@ -129,7 +112,7 @@ def test_prefill_is_lean(model, pattern, topology, drafts):
     assert set(program.launches) <= {"kCommandBuffer", "kWhile", "kCopy"}
 
 
-@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize("batch", [DECODE, PREFILL], ids=["decode", "prefill"])
 @pytest.mark.parametrize(
     ("model", "topology", "kind", "weight"),
     [
@@ -137,13 +120,9 @@ def test_prefill_is_lean(model, pattern, topology, drafts):
         slow("nemotron-3-super-120b-a12b", "h200-2", "nvfp4", 512 * 2688 * 1024),
     ],
 )
-def test_narrow_experts_are_not_widened_in_memory(model, topology, kind, weight, phase):
+def test_narrow_experts_are_not_widened_in_memory(model, topology, kind, weight, batch):
     """And tokens are not masked for each expert, as XLA's own grouped product would: 64 GB for a prefill of Super."""
-    if phase == "decode":
-        batch = DecodeBatch.empty(rows=ROWS, num_speculative_tokens=0, pages_per_row=64)
-    else:
-        batch = PrefillBatch.empty(tokens=TOKENS, rows=2, tiles=TOKENS // TILE + 2, pages_per_row=64, tile_size=TILE)
-    program, _, kernels = compiled_for(model, "MEME", topology, 0, batch, kind=kind)
+    program, _, kernels = compiled_for(model, "ME", topology, 0, batch, kind=kind)
     assert "quantized_grouped_matmul by pallas_gpu" in kernels
     # A prefill of 2,048 tokens holds its products; a wide copy of one weight would be twice `weight`.
     assert program.temporaries < weight / target(topology).count
@@ -165,14 +144,12 @@ def test_narrow_experts_are_not_widened_in_memory(model, topology, kind, weight,
 )
 def test_kernels_of_a_layer(model, layer, rows, most, drafts):
     """What one more layer adds to a decode step, products and the update among them. With drafts, rows are replayed."""
-    replay = None if drafts is None else Replay(interval=16, num_drafts=drafts)
-    counts = []
-    for pattern in (layer, 2 * layer):
-        options = {"num_speculative_tokens": drafts or 0, "pages_per_row": 1, "replay": replay is not None}
-        first = "M" if model.startswith("nemotron") else "D"  # a step has some state
-        batch = DecodeBatch.empty(rows=rows, **options)
-        counts.append(compiled_for(model, first + pattern, "h200-1", drafts or 0, batch, replay=replay)[0].kernels)
-    one, two = counts
+    replay, drafts = None if drafts is None else Replay(interval=16, num_drafts=drafts), drafts or 0
+    sizes = {"num_speculative_tokens": drafts, "pages_per_row": 1, "replay": replay is not None}
+    batch = DecodeBatch.empty(rows=rows, **sizes)
+    first = "M" if model.startswith("nemotron") else "D"  # a step has some state
+    programs = (compiled_for(model, first + n * layer, "h200-1", drafts, batch, replay=replay)[0] for n in (1, 2))
+    one, two = (program.kernels for program in programs)
     # XLA of JAX 0.12 merges fewer products of one input.
     assert 0 < two - one <= most + (not version("jaxlib").startswith("0.10."))
 
@@ -197,8 +174,6 @@ def test_weights_of_a_delta_net_are_not_copied(model, outputs, inputs):
 
 
 EXPERT_SIZES = {
-    "nemotron-3-nano": (128, 1856, 2688),
-    "nemotron-3-super": (512, 2688, 1024),
     "granite-4.0-h-tiny gate and up": (64, 1024, 1536),
     "granite-4.0-h-tiny down": (64, 512, 1536),
     "granite-4.0-h-small gate and up": (72, 1536, 4096),
@@ -207,10 +182,12 @@ EXPERT_SIZES = {
 """Experts, channels of each and width of the token."""
 
 
-@pytest.mark.parametrize("tokens", [384, slow(12288)])
-@pytest.mark.parametrize("name", [next(iter(EXPERT_SIZES)), *(slow(n) for n in list(EXPERT_SIZES)[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [384, 12288])
+@pytest.mark.parametrize("name", EXPERT_SIZES)
 def test_experts_of_published_sizes(name, tokens):
-    """Weights of both orientations: nothing but the kernel touches them."""
+    """Weights of both orientations: nothing but the kernel touches them. Those of Nemotron-3 are larger than all that
+    its steps may hold."""
     mesh = slice_mesh(compilable("h200-1"))
     experts, *sizes = EXPERT_SIZES[name]
     described = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16, sharding=SingleDeviceSharding(mesh.devices.flat[0]))
@@ -222,8 +199,6 @@ def test_experts_of_published_sizes(name, tokens):
         assert memory.temp_size_in_bytes < 2 * (4 * tokens * (inputs + outputs))
 
 
-DECODE = DecodeBatch.empty(rows=ROWS, num_speculative_tokens=0, pages_per_row=64)
-PREFILL = PrefillBatch.empty(tokens=TOKENS, rows=2, tiles=TOKENS // TILE + 2, pages_per_row=64, tile_size=TILE)
 MIXED = "nemotron-3-nano-30b-a3b", "ME*"
 
 
@@ -231,16 +206,15 @@ MIXED = "nemotron-3-nano-30b-a3b", "ME*"
 def test_a_mixed_step_reads_weights_once_on_tpu():
     alone = [compiled_for(*MIXED, "v6e-1", 0, batch)[0] for batch in (DECODE, PREFILL)]
     program, store, _ = compiled_for(*MIXED, "v6e-1", 0, MixedBatch(DECODE, PREFILL))
-    print([(each.weights, each.moved) for each in (*alone, program)])
+    print([(each.weights, each.traffic.total()) for each in (*alone, program)])
     assert program.aliased >= store
     assert program.temporaries < 2 * max(each.temporaries for each in alone)
     assert program.weights <= 1.1 * max(each.weights for each in alone)
-    assert program.moved <= 0.75 * sum(each.moved for each in alone)
+    assert program.traffic.total() <= 0.75 * sum(each.traffic.total() for each in alone)
 
 
 def test_a_mixed_step_is_lean_on_gpu():
     program, store, kernels = compiled_for(*MIXED, "h200-1", 0, MixedBatch(DECODE, PREFILL))
-    print(program, kernels)
     check(program, store)
     # As of prefill: the loop over log-probabilities of prompts is no part of a graph.
     assert program.launches["kWhile"] == 1
@@ -257,15 +231,14 @@ def test_adapters_are_read_once_on_tpu():
     plain, store, _ = compiled_for(*ADAPTED, "v6e-1", 0, DECODE)
     for lora in LORAS:
         program, _, _ = compiled_for(*ADAPTED, "v6e-1", 0, DECODE, lora=lora)
-        print(lora, [(each.weights, each.moved, each.temporaries) for each in (plain, program)])
+        print(lora, [(each.weights, each.traffic.total(), each.temporaries) for each in (plain, program)])
         assert program.aliased >= store
         assert program.weights <= 1.1 * plain.weights
-        assert program.moved <= 1.1 * plain.moved
+        assert program.traffic.total() <= 1.1 * plain.traffic.total()
 
 
 @pytest.mark.parametrize("lora", [slow(LORAS[0]), LORAS[1]], ids=str)
 def test_decode_with_adapters_is_lean_on_gpu(lora):
     program, store, _ = compiled_for(*ADAPTED, "h200-1", 0, DECODE, lora=lora)
-    print(lora, program)
     check(program, store)
     assert program.launches == ONE_GRAPH

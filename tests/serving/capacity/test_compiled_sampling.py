@@ -35,11 +35,9 @@ def compiled_draw(topology):
 
     table = jax.tree.map(lambda x: described(x.shape, x.dtype), jax.eval_shape(lambda: init_sampling_table(ROWS + 1)))
     ints = described((ROWS,), jnp.int32)
-    platform = machine.device.platform
+    options = {"xla_gpu_autotune_level": 0} if machine.device.platform == "gpu" else {}
     lowered = jax.jit(run).lower(described((ROWS * HEADS, VOCAB), jnp.float32), ints, ints, table)
-    compiled = lowered.compile(
-        platform_options(platform) | ({"xla_gpu_autotune_level": 0} if platform == "gpu" else {})
-    )
+    compiled = lowered.compile(platform_options(machine.device.platform) | options)
     return compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes, 4 * ROWS * HEADS * VOCAB
 
 
