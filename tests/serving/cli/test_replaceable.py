@@ -11,7 +11,6 @@ from mamba_jax.train.corpus import SAMPLE_PROBLEMS, SAMPLE_TEXT, read_documents
 from mamba_jax.train.recipe import keep_recipe
 from serving.cli.main import run
 from serving.cli.options import check_replaceable
-from serving.config import ConfigError
 
 USERS = "my notes\n", "\n", "[]", "[1]", "{}", '{"kl": 1}', '{"a": 1}\n{"b": 2}\n', '{"step": 1}\n', "\x00", "null", "5"
 
@@ -27,8 +26,7 @@ def test_no_file_of_the_user_is_written_to(command, content, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "command",
-    ["generate x --config", "generate x --model demo --chat-template", "train --output run --config"],
+    "command", ["generate x --config", "generate x --model demo --chat-template", "train --output run --config"]
 )
 def test_pipes_and_devices_are_not_read(command, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -74,11 +72,6 @@ def test_a_document_that_lacks_a_field_is_named(command, line, missing, tmp_path
 def test_a_missing_file_of_documents_has_no_line(tmp_path):
     with pytest.raises(ModelConfigError, match=r"none.jsonl: cannot be read \(No such file or directory\)"):
         list(read_documents(tmp_path / "none.jsonl"))
-
-
-def test_a_folder_is_no_file(tmp_path):
-    with pytest.raises(ConfigError, match="give another file"):
-        check_replaceable("--json", tmp_path, "check", lambda _: True)
 
 
 @pytest.mark.parametrize("content", ["", '{"step": 1}', '{"step": 1}\n{"step": 2}\n', '{\n "step": [{\n }]\n}'])

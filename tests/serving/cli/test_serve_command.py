@@ -1,5 +1,6 @@
 """`mamba-jax serve` and `mamba-jax chat`: settings from all places, mistakes in one line, a conversation."""
 
+import contextlib
 import io
 import re
 import socket
@@ -139,8 +140,7 @@ def test_the_program_itself(tmp_path):
 
 
 def test_the_router_logs_time_path_status_and_id_of_each_request(tmp_path):
-    router = Process("router", "--decode", "http://127.0.0.1:1", log_to=tmp_path)
-    try:
+    with contextlib.closing(Process("router", "--decode", "http://127.0.0.1:1", log_to=tmp_path)) as router:
         assert comes_true(lambda: "routing" in router.log())
         answer = httpx.get(f"{router.url}/v1/models", headers={"x-request-id": "abc"}, timeout=60)
         assert answer.status_code == 503
@@ -149,5 +149,3 @@ def test_the_router_logs_time_path_status_and_id_of_each_request(tmp_path):
         assert re.match(r"\d\d:\d\d:\d\d INFO ", line)
         for field in ("request_id=abc", "method=GET", "path=/v1/models", "status=503"):
             assert field in line
-    finally:
-        router.close()
