@@ -112,6 +112,10 @@ def test_what_does_not_fit_says_by_how_much():
     assert made.weights > made.limit  # more than there is: whatever else is needed is missing, too
     assert made.spare < made.limit - made.weights
     assert any("v5e-4" in note for note in made.notes)
+    made = plan("nemotron-h-8b", "h100-1", max_model_len=8192, memory_utilization=0.2028)
+    assert not made.fits
+    assert made.spare < 0
+    assert any("max_model_len 8,192 does not fit" in note for note in made.notes)
 
 
 def test_the_bound_of_a_decode_step_is_what_it_must_read():
@@ -246,6 +250,7 @@ def test_command_finds_the_smallest_machine_of_each_kind(capsys, monkeypatch):
 def test_every_machine_is_in_one_group():
     assert [machine.name for group in families() for machine in group] == known()
     assert all(target(name).count >= 1 for name in known())  # as targets.toml spells them
+    assert [each.name for each in larger(target("h100-2"))] == ["h100-4", "h100-8"]
 
 
 def test_sequences_at_a_context_are_limited_by_pages_or_by_rows():
@@ -289,13 +294,6 @@ def test_decode_is_rated_at_the_rows_that_fit():
     assert (rows < 64, limit) == (True, "pages")
     assert made.steps[-1].name == f"decode, {rows} rows"
     assert made.steps[-1].tokens_per_second == pytest.approx(rows / made.steps[-1].bound_ms * 1e3)
-
-
-def test_a_length_that_does_not_fit_is_what_is_missing():
-    made = plan("nemotron-h-8b", "h100-1", max_model_len=8192, memory_utilization=0.2028)
-    assert not made.fits
-    assert made.spare < 0
-    assert any("max_model_len 8,192 does not fit" in note for note in made.notes)
 
 
 @pytest.mark.parametrize(
@@ -384,8 +382,3 @@ def test_unknown_names_list_the_known_and_a_near_miss_is_named(name, near):
     with pytest.raises(ConfigError, match=r"known are v5e-\{1,4,8.*h100-\{1,2,4,8\}") as error:
         target(name)
     assert near is None or f"did you mean '{near}'" in str(error.value)
-
-
-def test_larger_ones_of_the_same_kind():
-    assert [each.name for each in larger(target("h100-2"))] == ["h100-4", "h100-8"]
-    assert larger(target("v5e-1"))[0].name == "v5e-4"
