@@ -1,7 +1,6 @@
 """Adapters' files are read in threads of their own, with a deadline, and no client takes the time of others."""
 
 import asyncio
-import os
 import threading
 import time
 
@@ -93,12 +92,3 @@ async def test_an_evicted_adapter_is_read_in_another_thread(harness, engine):
         assert await tokens(1) != first
         assert await tokens(0) == first
     assert threads == ["adapter read"] * 3
-
-
-async def test_a_pipe_in_place_of_a_file_is_refused_at_once(engine, tmp_path):
-    os.mkfifo(tmp_path / "adapter_config.json")
-    (tmp_path / "adapter_model.safetensors").touch()
-
-    async with serving(engine) as served:
-        with pytest.raises(RequestError, match="not a regular file"):
-            await asyncio.wait_for(served.load_adapter("pipe", str(tmp_path)), 20)

@@ -1,7 +1,5 @@
 """Requests that cannot go on end by themselves, at once, with an error that says why; their neighbors go on."""
 
-import asyncio
-import dataclasses
 import random
 from unittest.mock import Mock
 
@@ -13,36 +11,10 @@ from flax import nnx
 from mamba_jax.programs import StepPrograms
 from serving import SamplingParams
 from serving.core.cache.content import Scope
-from serving.core.errors import RequestError, RequestFailed
 from tests.support.engines.engines import QUICK_COMPILE, finish
-from tests.support.engines.replicas import serving
 from tests.support.engines.spoiled_store import spoiled
-from tests.support.models.letter_tokens import ID, TOO_BIG
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-FAILS_AT_ONCE = SamplingParams(
-    temperature=0.0,
-    max_tokens=8,
-    structured_outputs={"grammar": "start: /[c-z]/ | " + TOO_BIG},  # other outputs pass the grammar's trial
-    logit_bias={ID["ab"]: 100},
-)
-
-
-async def test_a_failing_request_alone_on_an_async_engine_is_answered(structured):
-    async with serving(structured()) as served:
-        with pytest.raises(RequestError, match="structured outputs"):
-            await asyncio.wait_for(_read(served.generate({"prompt_token_ids": [5, 6]}, FAILS_AT_ONCE)), 60)
-        # A request that is ended between two steps is answered, too.
-        stream = served.generate({"prompt_token_ids": [5]}, dataclasses.replace(GREEDY, max_tokens=100), "named")
-        await anext(stream)
-        await served.call(lambda engine: engine.fail("named", "given up"))
-        with pytest.raises(RequestFailed, match="given up"):
-            await asyncio.wait_for(_read(stream), 60)
-
-
-async def _read(stream):
-    async for _ in stream:
-        pass
 
 
 @pytest.mark.parametrize("kind", ["seat", "decode", "masks"])

@@ -87,13 +87,6 @@ def test_rows_of_a_batch_start_from_different_states(llm, tenants):
     assert not same(expected(0), expected(None))
 
 
-def test_a_state_of_zeros_is_the_base_model(llm, tmp_path):
-    zero = write(tmp_path / "zero", layers_of(0, scale=0.0))
-    (output,) = llm.generate(PROMPT, GREEDY, lora_request=zero, cache_salt="zero")
-    assert output.num_cached_tokens == 0
-    assert same(said(output), expected(None))
-
-
 def test_a_lost_store_gets_its_initial_states_again(llm, tenants):
     def fail(plan):
         llm.engine.loop.fault = None

@@ -10,9 +10,10 @@ from serving import SamplingParams
 from serving.core.errors import RequestError
 from serving.core.requests.request import Request
 from serving.engine.structured import mask_workers
-from serving.engine.structured.grammars import Constraint
 from serving.engine.structured.mask_workers import FollowedChoice, MaskWorkers
 from serving.state_transfer.source import Inbox
+from tests.serving.differential.test_structured_with_plain import Drafts, engine_of
+from tests.support.engines.engines import finish
 
 
 class Scripted:
@@ -62,6 +63,7 @@ def test_a_step_does_not_wait_for_a_choice_that_was_slow():
     for _ in range(3):
         workers.submit(quick, other, ())
         collect(workers, quick)
+    workers.collect(idle=True)  # nothing else to do: returns soon
     assert slow.blocked
     go_on.set()
     collect(workers, slow)
@@ -96,39 +98,12 @@ def test_masks_that_cannot_be_computed_fail_their_request():
     assert not by_grammar
 
 
-@pytest.mark.full
-def test_neighbors_go_on_while_a_mask_takes_for_ever(structured, monkeypatch):
-    engine, go_on, sound = structured(), threading.Event(), Constraint.masks
-
-    def masks(self, drafts, heads):
-        if len(self._followed) == 2:
-            go_on.wait(120)
-        return sound(self, drafts, heads)
-
-    monkeypatch.setattr(Constraint, "masks", masks)
-    form = SamplingParams(temperature=0.0, max_tokens=8, structured_outputs={"regex": "[a-z]{5}"})
-    plain = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
-    held = engine.add_request("held", {"prompt_token_ids": [5, 6]}, form)
-    other = engine.add_request("other", {"prompt_token_ids": [7]}, plain)
-    while not other.finished:
-        engine.step()
-    assert len(held.outputs[0].token_ids) == 2
-    for _ in range(3):
-        engine.step()  # nothing to do: returns soon
-    go_on.set()
-    while not held.finished:
-        engine.step()
-    assert len(held.outputs[0].text) == 5
-    engine.loop.scheduler.check(idle=True)
-
-
-def test_a_request_over_its_budget_is_refused(structured, monkeypatch):
+def test_a_request_over_its_budget_is_refused(monkeypatch):
     monkeypatch.setattr(mask_workers, "_ALLOWANCE", -1.0)
-    engine = structured()
+    engine = engine_of(Drafts(), "all")
     params = SamplingParams(max_tokens=8, structured_outputs={"regex": "[a-z]{5}"})
     output = engine.add_request("r", {"prompt_token_ids": [5, 6]}, params)
-    while not output.finished:
-        engine.step()
+    finish(engine)
     assert isinstance(output.failure, RequestError)
     assert "following the grammar takes too long" in str(output.failure)
     assert not engine.loop.scheduler.queues.unfinished

@@ -80,12 +80,6 @@ def test_the_work_per_character_does_not_depend_on_the_stop_texts():
     assert CountedEdges.count <= 2 * len(stream) + 5  # a step falls back at most as often as steps went on before
 
 
-def test_a_piece_that_shows_nothing_copies_nothing():
-    stop = StopText(StopAutomaton(["a" * 4000]))
-    assert all(stop.push("a") == "" for _ in range(3999))
-    assert stop.push("b") == "a" * 3999 + "b"
-
-
 def test_the_total_length_of_stop_texts_is_bounded():
     SamplingParams(stop=["a" * 64] * 64)
     with pytest.raises(RequestError, match=r"^stop has 4,097 characters in total"):
