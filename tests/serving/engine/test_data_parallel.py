@@ -9,8 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from serving import LLM, AsyncEngine, RequestError, SamplingParams
-from serving.config import ConfigError
+from serving import AsyncEngine, RequestError, SamplingParams
 from serving.engine.engine_thread import EngineStopped
 from serving.engine.replicas import ReplicaGroup, ReplicaLoads
 from serving.engine.requests.request import EngineRequest
@@ -240,15 +239,3 @@ async def test_new_weights_come_to_all_under_one_version(harness, maker, monkeyp
         with pytest.raises(RequestError, match="in use"):
             await replicas.update_weights(changed, version="four", partial=False)
     assert admitted(engines) == [4, 4]
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"data_parallel_size": 5, "tensor_parallel_size": 2}, "takes 10 devices: JAX sees 8 cpu"),
-        ({"data_parallel_size": 0}, "data_parallel_size"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(flags, message):
-    with pytest.raises(ConfigError, match=message), contextlib.closing(LLM("demo", warmup=False, **flags)):
-        pass

@@ -21,6 +21,7 @@ from tests.support.models.tiny_configs import CHECKPOINT
         ({"state_block_size": 200}, "state_block_size 200 is not a multiple of tile_size 128; try 256"),
         ({"page_size": 48}, "page_size 48 does not divide state_block_size 256; try 32"),
         ({"max_num_seqs": 0}, "max_num_seqs: must be greater than or equal to 1, got 0"),
+        ({"data_parallel_size": 0}, "data_parallel_size: must be greater than or equal to 1, got 0"),
         ({"max_num_seqs": "many"}, "max_num_seqs: must be a valid integer"),
         ({"mamba_cache_mode": "some"}, "mamba_cache_mode: must be 'none', 'align' or 'all', got 'some'"),
         ({"dtype": "int8"}, "dtype: must be 'auto', 'float32', 'bfloat16' or 'float16', got 'int8'"),

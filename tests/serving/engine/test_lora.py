@@ -11,7 +11,6 @@ from safetensors.numpy import load_file, save_file
 
 from checkpoints import load_config, load_model
 from checkpoints.adapters.adapter import CONFIG_FILE, MODULE_PREFIX, WEIGHTS_FILE, read_adapter
-from checkpoints.errors import CheckpointError
 from checkpoints.tensors.safetensors_file import SafetensorsFile
 from mamba_jax.adapters import targets
 from mamba_jax.model import parameters
@@ -99,23 +98,8 @@ def test_magnitudes_and_tables_change_the_rows_of_their_adapter_only(llm, prompt
                 other.update_weights(str(FIXTURES / FIXTURE))
 
 
-def test_no_entry_is_written_while_a_request_uses_it(llm, prompt, directory):
-    requests = [LoRARequest(name, i, str(directory)) for i, name in enumerate("xyz")]
-    with pytest.raises(RequestError, match="unfinished requests use all 2 loaded adapters"):
-        llm.generate([prompt] * 3, GREEDY, lora_request=requests)
-    assert not llm.engine.num_unfinished
-    llm.generate(prompt, GREEDY, lora_request=requests[2])
-    llm.unload_lora_adapter("z")
-    with pytest.raises(RequestError, match="adapter 'z' is not loaded"):
-        llm.unload_lora_adapter("z")
-
-
-def test_an_adapter_with_an_overflow_is_refused_and_a_removed_one_leaves_zeros(llm, prompt, directory):
+def test_a_removed_adapter_leaves_zeros(llm, prompt, directory):
     before = alone(llm, prompt, None, "base before")
-    strengthen(directory, 1e40)
-    with pytest.raises(RequestError, match="lora_alpha is 1e"):
-        llm.load_lora_adapter("large", str(directory))
-    strengthen(directory, 5)
     llm.load_lora_adapter("usual", str(directory))
     llm.unload_lora_adapter("usual")
     for name in list(llm.engine.adapters.loaded):
@@ -278,21 +262,3 @@ def test_an_adapter_of_experts_needs_the_flag(tmp_path):
         pytest.raises(RequestError, match=r"changes routed experts \(.*experts\.down\), which needs the flag lora_exp"),
     ):
         llm.load_lora_adapter("tenant", str(tmp_path / "adapter"))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda name, value: (name, value[..., :-1]), r"experts\.\d+\.\w+ has lora_A"),
-        (lambda name, value: (re.sub(r"experts\.\d+", "experts.99", name), value), r"no module .*experts\.99"),
-        (lambda name, value: (name, np.full_like(value, np.inf)), "numbers that are not finite"),
-    ],
-)
-def test_wrong_matrices_of_experts_are_refused(change, message, tmp_path):
-    write_adapter(tmp_path / "adapter", GATED, 1, rank=3, every=1000)
-    path = tmp_path / "adapter" / WEIGHTS_FILE
-    changed = (change(name, value) if "lora_A" in name or "99" in message else (name, value)
-               for name, value in load_file(path).items())  # fmt: skip
-    save_file({name: np.ascontiguousarray(value) for name, value in changed}, path)
-    with pytest.raises(CheckpointError, match=message):
-        read_adapter(tmp_path / "adapter", load_config(FIXTURES / GATED))
