@@ -13,7 +13,6 @@ from serving.engine.structured.grammars import Grammars, StructuredOutputs
 from serving.engine.structured.reasoning import Reasoning, ReasoningConstraint
 from tests.serving.differential.test_structured_with_plain import USUAL, Drafts, engine_of
 from tests.support.engines.engines import finish
-from tests.support.engines.shared_engines import SMALLEST, engines_of
 from tests.support.models.letter_tokens import ID, WORDS
 from tests.support.servers.written_calls import tokenizer_with
 
@@ -172,9 +171,3 @@ def test_an_engine(drafts):
 def test_values_that_are_wrong(value, says):
     with pytest.raises(RequestError, match=says):
         SamplingParams(reasoning=value)
-
-
-def test_a_budget_needs_the_flag():
-    engine = engines_of(SMALLEST).engine("none")
-    with pytest.raises(RequestError, match="reasoning: a budget needs a tokenizer, and the flag"):
-        engine.add_request("a", {"prompt_token_ids": [5]}, SamplingParams(reasoning={"budget": 1}))

@@ -115,10 +115,12 @@ def test_prompt_logprobs_of_given_ids(harness, engine, alternatives):
         ({}, {}, "a prompt is a text"),
         ("", {}, "the prompt is empty"),
         ("w5", {"logit_bias": {997: 1.0}}, "token id 997 is not in the vocabulary"),
+        ("w5", {"return_sampling_mask": True}, "return_sampling_mask needs the flag enable_return_sampling_mask"),
+        ("w5", {"reasoning": {"budget": 1}}, "reasoning: a budget needs a tokenizer, and the flag"),
     ],
 )
 def test_requests_that_cannot_be_served(engine, prompt, params, said):
     with pytest.raises(RequestError) as error:
         engine.add_request("bad", prompt, SamplingParams(**params))
     assert said in str(error.value)
-    assert engine.num_unfinished == 0
+    assert (engine.num_unfinished, engine.busy) == (0, False)

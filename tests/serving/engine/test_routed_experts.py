@@ -21,8 +21,6 @@ from tests.support.servers.live_server import LiveServer
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 FLAGS = golden_case.FLAGS | {"enable_return_routed_experts": True}
 MODEL = FIXTURES / "nemotronh-moe"
-
-
 LONGEST = 160
 
 

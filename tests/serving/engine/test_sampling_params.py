@@ -13,6 +13,7 @@ from checkpoints.tokenizer import load_tokenizer
 from mamba_jax.sampling import sampling_row
 from serving import LLM, RequestError, SamplingParams, unpack_sampling_mask
 from serving.engine.structured.grammars import StructuredOutputs
+from tests.mamba_jax.test_sampling import reference
 from tests.support.engines.engines import leave_pages
 from tests.support.models import golden_case
 from tests.support.models.golden_case import FIXTURES
@@ -199,23 +200,13 @@ def said_by_model():
 
 def defined(said, params, before):
     """The tokens that can be drawn after those `before` in the output, and the logits that decide it."""
-    x = said.copy()
-    for token, bias in (params.logit_bias or {}).items():
-        x[token] += bias
-    x -= params.frequency_penalty * np.bincount(np.array(before, int), minlength=len(x))
-    x[list(params.stop_token_ids)] = -np.inf  # all tests end before min_tokens
+    given = {name: getattr(params, name) for name in ("temperature", "logit_bias", "frequency_penalty", "min_tokens")}
+    given |= {"stop_ids": params.stop_token_ids, "counts": np.bincount(np.array(before, int), minlength=len(said))}
+    limits = {"top_k": max(params.top_k, 0), "top_p": params.top_p, "min_p": params.min_p}
+    x, kept = (reference(said, output_index=len(before), **given, **each) for each in ({}, limits))
     if params.greedy:
         return np.arange(len(x)) == x.argmax(), x
-    x /= params.temperature
-    weights = np.exp(x - x.max())
-    weights[weights < params.min_p] = 0
-    if params.top_k > 0:
-        weights[weights < np.sort(weights)[-params.top_k]] = 0
-    if params.top_p < 1:
-        ordered = np.sort(weights)[::-1]
-        enough = int(np.argmax(np.cumsum(ordered) >= params.top_p * ordered.sum()))
-        weights[weights < ordered[enough]] = 0
-    return weights > 1e-37, x
+    return np.exp(kept - kept.max()) > 1e-37, x
 
 
 def check(output, params, said_by_model):
@@ -324,13 +315,6 @@ def test_structured_outputs_and_the_server():
         assert choice["sampling_mask"]["shape"] == [3, -(-tokenizer.vocab_size // 8)]
         text = server.http.post("/v1/chat/completions", json=chat | {"stream": True}).text
         assert text.count('"sampling_mask":{') == 1
-
-
-def test_without_the_flag_the_request_is_refused(harness):
-    engine = harness.engine("all")
-    with pytest.raises(RequestError, match="return_sampling_mask needs the flag enable_return_sampling_mask"):
-        engine.add_request("a", {"prompt_token_ids": [5]}, SamplingParams(return_sampling_mask=True))
-    assert not engine.busy
 
 
 def test_bits_are_unpacked_in_the_order_of_tokens():

@@ -17,7 +17,7 @@ from checkpoints.load import load_config
 from mamba_jax import store_layout
 from mamba_jax.batch import DecodeBatch, PrefillBatch
 from mamba_jax.programs import StepPrograms
-from mamba_jax.store import StoreShape, init_store, store_bytes
+from mamba_jax.store import StoreShape, init_store
 from serving.config import EngineConfig
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.steps import warm_up as module
@@ -64,18 +64,24 @@ def wait_for_programs():
             thread.join(300)
 
 
-def test_steps_run_by_wider_programs_until_the_narrower_ones_are_there(harness, watched):
+def test_steps_run_by_wider_programs_until_the_narrower_ones_are_there(harness, watched, caplog):
+    """The log says what is coming and when it is there."""
     engine, shapes, go_on, _ = watched
     batches = engine.loop.batches
+    caplog.set_level(logging.INFO, logger="serving")
     warm_up(engine.loop, harness.vocab_size, progress=False, background=True)
+    (coming,) = [record.message for record in caplog.records if "in the background" in record.message]
+    assert "decode of 1 x 1" in coming
     compiled = engine.loop.programs.compilations
     prompt = harness.prompt(random.Random(1), 5)
     (wide,) = harness.run(engine, [prompt], PARAMS)
     widest = {(batches.prefill_shapes[-1].tokens,), (batches.decode_shapes[-1], 1)}
     assert set(shapes) == widest
     assert engine.loop.programs.compilations == compiled
+    assert "(all)" not in caplog.text
     go_on.set()
     wait_for_programs()
+    assert "programs (all) ready" in caplog.text
     compiled = engine.loop.programs.compilations
     shapes.clear()
     (narrow,) = harness.run(engine, [prompt], PARAMS)
@@ -121,18 +127,6 @@ def test_compiling_ends_with_the_engine(harness, watched):
     wait_for_programs()
     harness.run(engine, [harness.prompt(random.Random(3), 5)], PARAMS)
     assert (engine.loop.batches.prefill_shapes[-1].tokens,) in shapes
-
-
-def test_the_log_says_what_is_coming_and_when_it_is_there(harness, watched, caplog):
-    engine, _, go_on, _ = watched
-    with caplog.at_level(logging.INFO, logger="serving"):
-        warm_up(engine.loop, harness.vocab_size, progress=False, background=True)
-        (coming,) = [record.message for record in caplog.records if "in the background" in record.message]
-        assert "decode of 1 x 1" in coming
-        assert "(all)" not in caplog.text
-        go_on.set()
-        wait_for_programs()
-    assert "programs (all) ready" in caplog.text
 
 
 def test_a_warm_up_can_be_left(harness):
@@ -220,8 +214,6 @@ def test_a_pinned_store_serves_the_same(harness, pinning):
 
 def test_padding_is_counted(harness):
     shape = StoreShape.of(harness.model.config)
-    store = init_store(shape, num_slots=4, num_pages=4, page_size=8, dtype="float32")
-    assert 4 * (shape.bytes_per_slot("float32") + shape.bytes_per_page(8, "float32")) == store_bytes(store)
     padded = dataclasses.replace(shape, lanes=128)
     *rest, last = shape.arrays["ssm"].shape
     wide = math.prod(rest) * (128 - last) * 4 * len(shape.slots)

@@ -60,7 +60,7 @@ class EngineHarness:
     def prompt(self, rng: random.Random, length: int) -> list[int]:
         return [rng.randrange(3, self.vocab_size) for _ in range(length)]
 
-    def run(self, engine, prompts, params, check=True):
+    def run(self, engine, prompts, params):
         """All prompts at once; outputs in their order. Afterwards every slot and page must be accounted for."""
         if isinstance(params, SamplingParams):
             params = [params] * len(prompts)
@@ -69,8 +69,7 @@ class EngineHarness:
             for i, (prompt, each) in enumerate(zip(prompts, params, strict=True))
         ]
         finish(engine)
-        if check:
-            engine.loop.scheduler.check(idle=True)
+        engine.loop.scheduler.check(idle=True)
         return outputs
 
     def log_probs(self, tokens: list[int]) -> np.ndarray:
