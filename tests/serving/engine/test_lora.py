@@ -102,6 +102,8 @@ def test_a_removed_adapter_leaves_zeros(llm, prompt, directory):
     before = alone(llm, prompt, None, "base before")
     llm.load_lora_adapter("usual", str(directory))
     llm.unload_lora_adapter("usual")
+    with pytest.raises(RequestError, match="adapter 'usual' is not loaded"):
+        llm.unload_lora_adapter("usual")
     for name in list(llm.engine.adapters.loaded):
         llm.unload_lora_adapter(name)
     assert not any(np.asarray(array).any() for array in llm.engine.loop.programs.adapters.arrays)
