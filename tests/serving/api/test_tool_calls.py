@@ -2,9 +2,11 @@
 
 import json
 import time
+from pathlib import Path
 from random import Random
 
 import pytest
+import yaml
 
 from serving.api.http.parsing.answer import AnswerReader
 from serving.api.http.parsing.answer_pieces import whole_calls
@@ -40,85 +42,13 @@ def test_calls_are_found_however_the_text_is_cut(form, size):
         assert not any(mark in shown.lower() for mark in ("<t", "<|", "<f"))
 
 
-ODD = {
-    "hermes": [
-        ('<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>', [("add", {"a": 1})]),
-        ('<tool_call>{"name": "add", "arguments": "{\\"a\\": 2}"}</tool_call>', [("add", {"a": 2})]),
-        ('<tool_call>{"name": "add"}</tool_call>', [("add", {})]),
-        ('<tool_call>{"name": "add", "arguments": {"note": "</tool_call> {[\\""}, "id": 3}</tool_call>',
-         [("add", {"note": '</tool_call> {["'})]),
-        ('<tool_call>[{"name": "add", "arguments": {}}, {"parameters": {"a": 4}, "name": "add"}]</tool_call>',
-         [("add", {}), ("add", {"a": 4})]),
-        ('<tool_call>{"name": "add", "arguments": {"a": {"b": [1, {}]}}}', [("add", {"a": {"b": [1, {}]}})]),
-    ],
-    "qwen3_coder": [
-        ("<tool_call>\n<function=now>\n</function>\n</tool_call>", [("now", {})]),
-        ("<tool_call>\n<function=now>\n</tool_call>", [("now", {})]),
-        ("<tool_call><function=add><parameter=note>a\n\n</parameter><parameter=x>null</parameter></tool_call>",
-         [("add", {"note": "a\n", "x": None})]),
-        ("<tool_call>\n<function=add>\n<parameter=note>\n<b> \"</tool_call>\n</param\n</parameter>\n</function>\n"
-         "<function=add>\nso\n<parameter=a>\n[1, 2]\n</parameter>\n</function></tool_call>",
-         [("add", {"note": '<b> "</tool_call>\n</param'}), ("add", {"a": [1, 2]})]),
-        # Values that the schema does not admit as they are written.
-        ("<tool_call><function=add><parameter=a>True</parameter><parameter=x>True</parameter></function></tool_call>",
-         [("add", {"a": True, "x": "True"})]),
-    ],
-    "ling3": [
-        ("<tool_call>now</tool_call>", [("now", {})]),
-        ("<tool_call>add<arg_key>note</arg_key><arg_value>\n<b>1\n</arg_value>\nso <arg_key>a</arg_key>"
-         '<arg_value>{"b": [1, null]}</arg_value></tool_call>', [("add", {"note": "\n<b>1\n", "a": {"b": [1, None]}})]),
-        ("<tool_call>\nfs.read-all  <arg_key>x y</arg_key> <arg_value>None</arg_value></tool_call>",
-         [("fs.read-all", {"x y": "None"})]),
-    ],
-    "kimi_k2": [
-        ("<|tool_calls_section_begin|>\n<|tool_call_begin|> functions.now:7 <|tool_call_argument_begin|> {}\n"
-         "<|tool_call_end|>so<|tool_call_begin|>add<|tool_call_argument_begin|>\"{\\\"a\\\": [2]}\"<|tool_call_end|>"
-         "<|tool_calls_section_end|>", [("now", {}), ("add", {"a": [2]})]),
-        ('<|tool_calls_section_begin|><|tool_call_begin|>functions.a.b:0<|tool_call_argument_begin|>{"note": '
-         '"<|tool_call_end|>{"}<|tool_call_end|>', [("a.b", {"note": "<|tool_call_end|>{"})]),
-        ("<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>none"
-         "<|tool_call_end|><|tool_calls_section_end|>", [("now", {})]),
-    ],
-    "jamba": [
-        ('<tool_calls>[{"name": "add", "arguments": {}, "id": {"name": 3}}, {"name": "add", "arguments": {"a": 4}}]'
-         "</tool_calls>", [("add", {}), ("add", {"a": 4})]),
-    ],
-    "lfm2": [
-        ("<|tool_call_start|>[now(), add(a = 07, note='it's \\'so\\'', x=None,), add()]<|tool_call_end|>",
-         [("now", {}), ("add", {"a": 7, "note": "it's 'so'", "x": None}), ("add", {})]),
-        ("<|tool_call_start|>add(note='sed -n '1,9p' f.py')<|tool_call_end|>",
-         [("add", {"note": "sed -n '1,9p' f.py"})]),
-        (r"""<|tool_call_start|>[add(note="a\n\u00e9\ud83d\ude00\x41\777\d\/", from="\"", x="")]<|tool_call_end|>""",
-         [("add", {"note": "a\n\u00e9\U0001f600A\u01ff\\d/", "from": '"', "x": ""})]),
-        ('<|tool_call_start|>[add(note="a\nb"), now()]<|tool_call_end|>', [("add", {"note": "a\nb"}), ("now", {})]),
-        ("<|tool_call_start|>[add(x={'a': [1, (2, 3),], \"b\": {'c)': True, 'd': None}}, y=-1.5e3)]<|tool_call_end|>",
-         [("add", {"x": {"a": [1, [2, 3]], "b": {"c)": True, "d": None}}, "y": -1500.0})]),
-        ("<|tool_call_start|>[add(note=Paris, x=it's here, y=float('nan'), z=NaN, w=1e999)]<|tool_call_end|>",
-         [("add", {"note": "Paris", "x": "it's here", "y": "float('nan')", "z": "NaN", "w": "1e999"})]),
-        ('<|tool_call_start|>[add(note=07030, x="""a "b" c""", y=\'\'\'\'\'\')]<|tool_call_end|>',
-         [("add", {"note": "07030", "x": 'a "b" c', "y": ""})]),
-        ('<|tool_call_start|>[add(3, "two", "three")]<|tool_call_end|>',
-         [("add", {"a": 3, "note": "two", "argument_3": "three"})]),
-        ('<|tool_call_start|>[{"name": "add", "arguments": {"a": 1}}, {"name": "now"}]<|tool_call_end|>',
-         [("add", {"a": 1}), ("now", {})]),
-        ('<|tool_call_start|>[add(note="<|tool_call_end|>", a=[1, 2<|tool_call_end|>',
-         [("add", {"note": "<|tool_call_end|>", "a": [1, 2]})]),
-    ],
-    "olmo3": [
-        ('<function_calls>\nadd(a=true, x={"b": null})\nnow()\n</function_calls>',
-         [("add", {"a": True, "x": {"b": None}}), ("now", {})]),
-        ('<function_calls>add(note="f(x, y)")  # adds\nnow()</function_calls>',
-         [("add", {"note": "f(x, y)"}), ("now", {})]),
-        ('<function_calls>add(note="one" , a=2</function_calls>', [("add", {"note": "one", "a": 2})]),
-    ],
-}  # fmt: skip
-"""What models also write."""
+ODD = yaml.safe_load(Path(__file__).with_name("odd_calls.yaml").read_text())
 
 
 @pytest.mark.parametrize(("form", "text", "calls"), [(form, *case) for form, cases in ODD.items() for case in cases])
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_odd_calls_are_read_too(form, text, calls, size):
-    assert told(form, cut(text, size)) == ("", calls)
+    assert told(form, cut(text, size)) == ("", [tuple(call) for call in calls])
 
 
 def arguments_of(form, text, tool):
