@@ -4,22 +4,19 @@ from typing import Any
 
 import torch
 from golden import oracle
+from golden.oracle import Tensors
 from golden.recipes import Recipe
 from transformers.modeling_layers import MtpModel
 
-Tensors = dict[str, torch.Tensor]
 FRAME = ("enorm", "hnorm", "eh_proj")
 
 
 def draft_weights(recipe: Recipe, tensors: Tensors) -> Tensors:
     """Random weights of a layer shaped like the model's second one, which has attention and experts, and its frame."""
-    generator = torch.Generator().manual_seed(recipe.seed + 500)
-    hidden, like = recipe.config["hidden_size"], "model.layers.1."
-    layer = f"model.layers.{recipe.config['num_hidden_layers']}."
+    hidden, layer = recipe.config["hidden_size"], f"model.layers.{recipe.config['num_hidden_layers']}."
     shapes = {f"{layer}{norm}.weight": (hidden,) for norm in ("enorm", "hnorm", "final_layernorm")}
     shapes[f"{layer}eh_proj.weight"] = (hidden, 2 * hidden)
-    shapes |= {layer + name.removeprefix(like): tuple(t.shape) for name, t in tensors.items() if name.startswith(like)}
-    return {name: oracle.random_like(name, shape, generator) for name, shape in sorted(shapes.items())}
+    return oracle.draft_weights(recipe, tensors, shapes, {layer: "model.layers.1."})
 
 
 @torch.inference_mode()

@@ -173,23 +173,15 @@ def write_model(recipe: Recipe, model: Any, target: Path, prompt: list[int]) -> 
     return arrays
 
 
-def mtp_weights(recipe: Recipe, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def mtp_weights(recipe: Recipe, tensors: oracle.Tensors) -> oracle.Tensors:
     """Weights of a draft layer (attention, then MoE) as NVIDIA stores them; shapes are taken from the model's own."""
-    generator = torch.Generator().manual_seed(recipe.seed + 500)
-    hidden = recipe.config["hidden_size"]
-    shapes: dict[str, tuple[int, ...]] = {
-        "mtp.layers.0.enorm.weight": (hidden,),
-        "mtp.layers.0.hnorm.weight": (hidden,),
-        "mtp.layers.0.eh_proj.weight": (hidden, 2 * hidden),
-    }
-    kinds = recipe.config["mtp_layers_block_type"]
-    for i, kind in enumerate(kinds):
-        like = f"backbone.layers.{recipe.config['layers_block_type'].index(kind)}."
-        for weight, tensor in tensors.items():
-            if weight.startswith(like):
-                shapes[f"mtp.layers.{i}.{weight.removeprefix(like)}"] = tuple(tensor.shape)
-    shapes[f"mtp.layers.{len(kinds) - 1}.final_layernorm.weight"] = (hidden,)
-    return {weight: oracle.random_like(weight, shape, generator) for weight, shape in sorted(shapes.items())}
+    hidden, kinds = recipe.config["hidden_size"], recipe.config["mtp_layers_block_type"]
+    first, last = "mtp.layers.0.", f"mtp.layers.{len(kinds) - 1}."
+    norms = (f"{first}enorm", f"{first}hnorm", f"{last}final_layernorm")
+    shapes = {f"{norm}.weight": (hidden,) for norm in norms} | {f"{first}eh_proj.weight": (hidden, 2 * hidden)}
+    alike = [recipe.config["layers_block_type"].index(kind) for kind in kinds]
+    layers = {f"mtp.layers.{i}.": f"backbone.layers.{like}." for i, like in enumerate(alike)}
+    return oracle.draft_weights(recipe, tensors, shapes, layers)
 
 
 def make_rope(file: Path, heads: int = 4) -> None:

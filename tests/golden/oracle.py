@@ -12,24 +12,20 @@ import torch
 import transformers
 from golden.recipes import Recipe
 
+Tensors = dict[str, torch.Tensor]
+Shape = tuple[int, ...]
 _ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
-_RANGES = {"dt": (0.002, 0.1), "A": (0.5, 16.0)}
 
 
 def build(recipe: Recipe) -> Any:
     """The recipe's model with random weights, in float32, every one a bfloat16 number unless it is tiny."""
     torch.manual_seed(recipe.seed)
-    model_class = getattr(transformers, recipe.architecture)
-    config = model_class.config_class(**copy.deepcopy(recipe.config))
-    config._attn_implementation = "eager"
-    model = model_class(config).float().eval()
-    if recipe.mlp_sizes is not None:
-        _resize_mlps(model, recipe.mlp_sizes)
+    model = _model(recipe, recipe.config)
     generator = torch.Generator().manual_seed(recipe.seed)
     with torch.no_grad():
         for name, tensor in weights(model):
             factor = math.prod(factor for part, factor in recipe.quieter.items() if part in name)
-            tensor.copy_(factor * _random(name, tensor, generator, tied=config.tie_word_embeddings))
+            tensor.copy_(factor * random_like(name, tensor.shape, generator, tied=model.config.tie_word_embeddings))
             if not stays_float32(name):
                 tensor.copy_(tensor.bfloat16().float())
     return model
@@ -37,13 +33,24 @@ def build(recipe: Recipe) -> Any:
 
 def reconfigured(recipe: Recipe, model: Any, field: str, value: Any) -> Any:
     """The same weights under a config with one field changed."""
-    config = {**copy.deepcopy(recipe.config), field: value}
-    changed = type(model)(type(model).config_class(**config)).float().eval()
-    changed.config._attn_implementation = "eager"
-    if recipe.mlp_sizes is not None:
-        _resize_mlps(changed, recipe.mlp_sizes)
+    changed = _model(recipe, recipe.config | {field: value})
     changed.load_state_dict(model.state_dict())
     return changed
+
+
+def _model(recipe: Recipe, config: dict[str, Any]) -> Any:
+    """A model of the recipe's class, with whatever weights transformers gives it."""
+    model_class = getattr(transformers, recipe.architecture)
+    settings = model_class.config_class(**copy.deepcopy(config))
+    settings._attn_implementation = "eager"
+    model = model_class(settings).float().eval()
+    if recipe.mlp_sizes is not None:
+        from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMLP
+
+        layers = [layer for layer in model.model.layers if layer.block_type == "mlp"]
+        for layer, size in zip(layers, recipe.mlp_sizes, strict=True):
+            layer.mixer = NemotronHMLP(model.config, intermediate_size=size)
+    return model
 
 
 def stays_float32(name: str) -> bool:
@@ -74,29 +81,31 @@ def weights(model: Any) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(), *buffers]
 
 
-def random_like(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+def draft_weights(recipe: Recipe, tensors: Tensors, shapes: dict[str, Shape], layers: dict[str, str]) -> Tensors:
+    """Random weights of these shapes, and of layers that are shaped like the model's: its prefix by the other one."""
+    generator = torch.Generator().manual_seed(recipe.seed + 500)
+    for layer, like in layers.items():
+        shapes |= {layer + name.removeprefix(like): t.shape for name, t in tensors.items() if name.startswith(like)}
+    return {name: random_like(name, shape, generator) for name, shape in sorted(shapes.items())}
+
+
+def random_like(name: str, shape: Shape, generator: torch.Generator, *, tied: bool = False) -> torch.Tensor:
     """A random weight as the model would have one of this name."""
-    return _random(name, torch.empty(shape), generator, tied=False)
-
-
-def _random(name: str, tensor: torch.Tensor, generator: torch.Generator, *, tied: bool) -> torch.Tensor:
-    shape = tensor.shape
     normal, uniform = torch.randn(shape, generator=generator), torch.rand(shape, generator=generator)
     if name.endswith(("dt_bias", "dt_proj.bias")):
         # The inverse of softplus, of a step size that is uniform on the logarithmic scale.
-        low, high = (math.log(x) for x in _RANGES["dt"])
+        low, high = math.log(0.002), math.log(0.1)
         step = torch.exp(low + (high - low) * uniform)
         return step + torch.log(-torch.expm1(-step))
     if name.endswith("A_log"):
-        low, high = _RANGES["A"]
-        return torch.log(low + (high - low) * uniform)
+        return torch.log(0.5 + (16.0 - 0.5) * uniform)
     if name.endswith(".D"):
         return 1 + 0.3 * normal
     if name.endswith(_ROUTER_BIASES):
         return 0.3 * normal
     if "conv1d" in name:
         return normal * (0.4 if name.endswith("weight") else 0.2)
-    if "norm" in name.rsplit(".", 2)[-2] or tensor.dim() == 1:
+    if "norm" in name.rsplit(".", 2)[-2] or len(shape) == 1:
         return 1 + 0.25 * normal
     if "embed" in name:
         return normal * (3.0 / math.sqrt(shape[-1]) if tied else 1.0)
@@ -107,11 +116,3 @@ def _random(name: str, tensor: torch.Tensor, generator: torch.Generator, *, tied
     if "q_proj" in name or "k_proj" in name:  # sharp attention: positions and scales shall show
         return 1.6 * normal / math.sqrt(shape[-1])
     return normal / math.sqrt(shape[-1])
-
-
-def _resize_mlps(model: Any, sizes: tuple[int, ...]) -> None:
-    from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMLP
-
-    layers = [layer for layer in model.model.layers if layer.block_type == "mlp"]
-    for layer, size in zip(layers, sizes, strict=True):
-        layer.mixer = NemotronHMLP(model.config, intermediate_size=size)

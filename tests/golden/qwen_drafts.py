@@ -2,23 +2,20 @@
 
 import torch
 from golden import oracle
+from golden.oracle import Tensors
 from golden.recipes import Recipe
 from torch.nn import functional
 
-Tensors = dict[str, torch.Tensor]
 LAYER = "mtp.layers.0."
 
 
 def draft_weights(recipe: Recipe, tensors: Tensors) -> Tensors:
     """Random weights of a layer shaped like the model's last one, and of what lies around it."""
-    generator = torch.Generator().manual_seed(recipe.seed + 500)
     hidden, last = recipe.config["hidden_size"], f"model.layers.{recipe.config['num_hidden_layers'] - 1}."
     shapes = {f"mtp.{norm}.weight": (hidden,) for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
     shapes["mtp.fc.weight"] = (hidden, 2 * hidden)
-    like = {LAYER + name.removeprefix(last): tuple(t.shape) for name, t in tensors.items() if name.startswith(last)}
-    found = {name: oracle.random_like(name, shape, generator) for name, shape in sorted((shapes | like).items())}
-    norms = [name for name in found if "norm" in name]
-    return found | {name: 0.2 * found[name] for name in norms}
+    found = oracle.draft_weights(recipe, tensors, shapes, {LAYER: last})
+    return {name: 0.2 * tensor if "norm" in name else tensor for name, tensor in found.items()}
 
 
 @torch.inference_mode()
