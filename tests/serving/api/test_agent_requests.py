@@ -3,8 +3,10 @@
 import asyncio
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import yaml
 from fastapi.exceptions import RequestValidationError
 
 from checkpoints.text.chat import ChatTemplateError
@@ -44,7 +46,6 @@ CHAT, RESPONSES, MESSAGES = "chat/completions", "responses", "messages"
 USER = {"role": "user", "content": "hi"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
-IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
 END = "[assistant]<think>"
 
 
@@ -60,136 +61,10 @@ def prompt(kind, **body):
     return TOKENIZER.decode(opened(kind, **body)[0].job.prompts[0], skip_special_tokens=False)
 
 
-def item(kind, **fields):
-    return {"type": kind, **fields}
+PROMPTS = yaml.safe_load(Path(__file__).with_name("agent_prompts.yaml").read_text())
 
 
-def part(text, **marks):
-    return item("text", text=text, **marks)
-
-
-def user(*parts):
-    return {"role": "user", "content": [*parts]}
-
-
-def said(content, **more):
-    return {"role": "assistant", "content": content, **more}
-
-
-def called(name, arguments):
-    return said(None, tool_calls=[item("function", id="1", function={"name": name, "arguments": arguments})])
-
-
-@pytest.mark.parametrize(
-    ("kind", "body", "text"),
-    [
-        # Roles.
-        (CHAT, {"messages": [{"role": "developer", "content": "D"}, USER]}, f"[system]D[user]hi{END}"),
-        (RESPONSES, {"instructions": "A", "input": [{"role": "developer", "content": "B"}, USER]},
-         f"[system]A\n\nB[user]hi{END}"),
-        (MESSAGES, {"messages": [USER, said("a"), {"role": "system", "content": "S"}, USER]},
-         f"[user]hi[assistant]a[user]S\n\nhi{END}"),
-        (CHAT, {"messages": [USER, said("a", reasoning="hm"), USER]}, f"[user]hi[assistant](hm)a[user]hi{END}"),
-        # Odd histories.
-        (CHAT, {"messages": [USER, called("f", '{"a": "x'), {"role": "tool", "content": None}]},
-         f'[user]hi[assistant]<f {{"arguments": "{{\\"a\\": \\"x"}}>[tool]{END}'),
-        (CHAT, {"messages": [USER, said(None, function_call={"name": "f", "arguments": "{}"}),
-                             {"role": "function", "name": "f", "content": "r"}]},
-         f"[user]hi[assistant]<f {{}}>[tool]r{END}"),
-        (CHAT, {"messages": [USER, said("", tool_calls=[
-            item("custom", id="1", custom={"name": "patch", "input": "x"})])]},
-         f'[user]hi[assistant]<patch {{"input": "x"}}>{END}'),
-        (MESSAGES, {"messages": [USER, said([
-            *(item("thinking", thinking=text) for text in ("a", None, "b")), part("c")]), USER]},
-         f"[user]hi[assistant](a\nb)c[user]hi{END}"),
-        (RESPONSES, {"input": [USER, item("reasoning", summary=[], content=None, encrypted_content=None),
-                               item("function_call", name="f", arguments="", call_id="1"),
-                               item("function_call_output", call_id="1", output=[item("input_image")])]},
-         f"[user]hi[assistant]<f {{}}>[tool][image omitted]{END}"),
-        (RESPONSES, {"input": [USER, item("custom_tool_call", name="patch", input="x", call_id="1"),
-                               item("custom_tool_call_output", call_id="1", output="ok"),
-                               item("web_search_call", id="w", status="completed", action={"query": "q"})]},
-         f'[user]hi[assistant]<patch {{"input": "x"}}>[tool]ok[assistant][web_search_call] {{"action": '
-         f'{{"query": "q"}}}}{END}'),
-        (MESSAGES, {"messages": [USER, said([item("tool_use", id="c", name="Read", input={})]), user(
-            item("tool_result", tool_use_id="c", content=[IMAGE]), part("so"))]},
-         f"[user]hi[assistant]<Read {{}}>[tool][image omitted][user]so{END}"),
-        (MESSAGES, {"messages": [user(
-            item("document", source=item("text", media_type="text/plain", data="D")), IMAGE)]},
-         f"[user]D\n[image omitted]{END}"),
-        (MESSAGES, {"messages": [user(item("search_result", source="x", content=[part("B")]))]}, f"[user]B{END}"),
-        (RESPONSES, {"input": [USER, item("computer_call_output", output=item("computer_screenshot", image_url="x")),
-                               item("image_generation_call", id="i", result="AA==")]},
-         f'[user]hi[assistant][computer_call_output] {{"output": "[computer_screenshot omitted]"}}\n'
-         f"[image_generation_call] {{}}{END}"),
-        (RESPONSES, {"input": [
-            USER, item("reasoning", summary=[], content=[item("reasoning_text", text="hm")]),
-            said([item("output_text", text="I look.")]),
-            item("function_call", call_id="c", name="f", arguments='{"a": true}'),
-            item("function_call", call_id="d", name="f", arguments="{}"),
-            item("function_call_output", call_id="c", output="no"),
-            item("function_call_output", call_id="d", output=[item("input_text", text="less")])]},
-         f'[user]hi[assistant](hm)I look.<f {{"a": true}}><f {{}}>[tool]no[tool]less{END}'),
-        (MESSAGES, {"system": [part("a"), part("b")], "messages": [
-            USER, said([item("thinking", thinking="hm", signature=""), item("redacted_thinking", data="x"),
-                        part("I look."), item("tool_use", id="c", name="f", input={"a": 1})]),
-            user(part("and?"), item("tool_result", tool_use_id="c", content=[part("no")]))]},
-         f'[system]a\nb[user]hi[assistant](hm)I look.<f {{"a": 1}}>[tool]no[user]and?{END}'),
-        # Thoughts in the forms of several APIs, parts that are texts, and results that are objects.
-        *((CHAT, {"messages": [USER, answer, USER]}, f"[user]hi[assistant](hm)a[user]hi{END}") for answer in (
-            said([item("thinking", thinking="hm"), part("a")]), said([item("thinking", thinking=[part("hm")]), "a"]),
-            said([item("reasoning", reasoning="hm"), "a"]),
-            said([item("reasoning", content=[item("reasoning_text", text="hm")]), "a"]),
-            said("a", thinking_blocks=[item("thinking", thinking="hm", signature="")]),
-            said("a", reasoning_content=None, reasoning_details=[
-                item("reasoning.text", text="hm"), item("reasoning.encrypted", data="x")]))),
-        (CHAT, {"messages": [user("a", part("b"))]}, f"[user]a\nb{END}"),
-        (CHAT, {"messages": [USER, said([item("tool_use", id="1", name="f", input={"a": 1})])]},
-         f'[user]hi[assistant][tool_use] {{"name": "f", "input": {{"a": 1}}}}{END}'),
-        (RESPONSES, {"input": [USER, item("function_call", name="f", arguments="{}", call_id="1"),
-                               item("function_call_output", call_id="1", output={"a": 1})]},
-         f'[user]hi[assistant]<f {{}}>[tool]{{"a": 1}}{END}'),
-        (CHAT, {"messages": [{**USER, "thinking": "x"}]}, f"[user]hi{END}"),
-        # The answer continues the last message.
-        (CHAT, {"messages": [USER, said("1, ")], "continue_final_message": True, "add_generation_prompt": False},
-         "[user]hi[assistant]1,"),
-        (MESSAGES, {"messages": [USER, said("{")]}, "[user]hi[assistant]{"),
-        # Claude Code's line, which changes.
-        (MESSAGES, {"system": [part("x-anthropic-billing-header: cch=1;"), part("S")]}, f"[system]S[user]hi{END}"),
-        *((MESSAGES, {"system": system}, text) for system, text in (
-            ("x-anthropic-billing-header: cch=1;\nS", f"[system]S[user]hi{END}"), ("day: 1", f"[user]hi{END}"))),
-        (CHAT, {"messages": [{"role": "developer", "content": "S\nday: 1\nnot day: 1"}, USER]},
-         f"[system]S\nnot day: 1[user]hi{END}"),
-        (RESPONSES, {"instructions": "day: 1\nS"}, f"[system]S[user]hi{END}"),
-        # Forms of other APIs, and nulls.
-        *((CHAT, {"tools": [tool], "tool_choice": choice}, f"f;[user]hi{END}") for tool, choice in (
-            ({"function": {"name": "f", "parameters": SCHEMA}}, "any"),
-            ({"type": "function", "name": "f", "parameters": SCHEMA}, {"type": "function", "name": "f"}),
-            ({"name": "f", "input_schema": SCHEMA}, {"type": "tool", "name": "f"}),
-            ({"type": "custom", "name": "f"}, {"type": "custom", "name": "f"}))),
-        (RESPONSES, {"tools": [{"function": {"name": "f"}}, {"name": "g"}], "text": {"format": None},
-                     "tool_choice": {"type": "function", "function": {"name": "f"}}}, f"f g;[user]hi{END}"),
-        *((RESPONSES, {"tools": [{"name": "f", "input_schema": SCHEMA}], "tool_choice": choice}, f"f;[user]hi{END}")
-          for choice in ("any", {"type": "any"}, {"type": "tool", "name": "f"}, *(
-              {"type": "allowed_tools", "mode": "auto", "tools": [tool]} for tool in (
-                  {"type": "function", "function": {"name": "f"}}, {"type": "function", "name": "f"})))),
-        *((CHAT, {"response_format": {"type": "json_schema", **schema}, "stream": True, "stream_options": {
-            "include_usage": None}}, f"[user]hi{END}") for schema in (
-                {"schema": SCHEMA}, {"json_schema": {}}, {"json_schema": {"schema": None}})),
-        (CHAT, {"messages": [USER, called(None, "{}"), {"role": "tool", "content": [part(None), "a", {"text": "b"}]}]},
-         f"[user]hi[assistant]< {{}}>[tool]\na\nb{END}"),
-        *((CHAT, {"messages": [USER, answer]}, "[user]hi[assistant]1")
-          for answer in (said("1", prefix=True), said("1", partial=True))),
-        # Reasoning is off.
-        *((CHAT, fields, "[user]hi[assistant]<think></think>") for fields in (
-            {"enable_thinking": False}, {"thinking": {"type": "disabled"}}, {"reasoning": {"effort": "none"}},
-            {"reasoning_effort": "none"}, {"reasoning": {"enabled": False}},
-            {"chat_template_kwargs": {"enable_thinking": False}})),
-        (MESSAGES, {"thinking": {"type": "disabled"}}, "[user]hi[assistant]<think></think>"),
-        *((RESPONSES, {"reasoning": off}, "[user]hi[assistant]<think></think>") for off in (
-            {"effort": "none"}, {"enabled": False})),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "body", "text"), PROMPTS)
 def test_prompts(kind, body, text):
     assert prompt(kind, **body) == text
 
@@ -322,7 +197,7 @@ def test_a_conversation_continues_from_token_ids():
     with pytest.raises(ApiError, match="not in the vocabulary"):
         asyncio.run(tokenized(replace(CONTEXT, vocab_size=5), ChatRequest(messages=[USER], previous_token_ids=before)))
     # The token that ends the turn is there once, whether the model has written it or not.
-    plain, turns = load_tokenizer("demo"), [USER, said("a"), USER]
+    plain, turns = load_tokenizer("demo"), [USER, {"role": "assistant", "content": "a"}, USER]
     whole = plain.encode_chat(turns)
     end = len(plain.encode_chat(turns[:2], add_generation_prompt=False)) - 1
     assert plain.decode(whole[end - 1 : end], skip_special_tokens=False) == "<|im_end|>"

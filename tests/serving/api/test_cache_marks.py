@@ -22,13 +22,25 @@ from tests.serving.api.test_agent_requests import (
     STRICT,
     TOKENIZER,
     USER,
-    called,
-    item,
     opened,
-    part,
-    said,
-    user,
 )
+
+
+def item(kind, **fields):
+    return {"type": kind, **fields}
+
+
+def part(text, **marks):
+    return item("text", text=text, **marks)
+
+
+def user(*parts):
+    return {"role": "user", "content": [*parts]}
+
+
+def said(content):
+    return {"role": "assistant", "content": content}
+
 
 LONG, MORE = (" and then ".join(f"{word} {i}" for i in range(20)) for word in ("rule", "text"))
 OF_ANTHROPIC, OF_OPENAI = {"cache_control": {"type": "ephemeral"}}, {"prompt_cache_breakpoint": {"mode": "explicit"}}
@@ -48,7 +60,9 @@ def marked(kind, **body):
     ("kind", "body", "marks"),
     [
         (CHAT, {"messages": [user(part(MORE))]}, [(f"[user]{MORE}", 600.0)]),
-        (CHAT, {"messages": [USER, called("f", "{}"), {"role": "tool", "content": MORE}]},
+        (CHAT, {"messages": [
+            USER, said(None) | {"tool_calls": [item("function", id="1", function={"name": "f", "arguments": "{}"})]},
+            {"role": "tool", "content": MORE}]},
          [(f"[user]hi[assistant]<f {{}}>[tool]{MORE}", None)]),
         (CHAT, {"messages": [{"role": "system", "content": LONG}, user(part(MORE))]},
          [(f"[system]{LONG}[user]", 300.0), (MORE, 600.0)]),
