@@ -80,23 +80,17 @@ def draw_prompts(recipe: Recipe) -> list[list[int]]:
     return [generator.integers(0, recipe.config["vocab_size"], length).tolist() for length in lengths]
 
 
-def choose_entries(full: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Positions and vocabulary entries to keep: everything for short prompts, a selection for long ones."""
-    length, vocab = full.shape
-    if length <= 3:
-        return np.arange(length), np.tile(np.arange(vocab), (length, 1))
-    count = min(length, FEW_POSITIONS if length < 3 * FEW_POSITIONS else MANY_POSITIONS)
-    last = np.arange(length - 4, length)
-    others = generator.choice(length - 4, count - 4, replace=False)
-    positions = np.sort(np.concatenate([others, last]))
-    top = np.argsort(-full[positions], axis=1)[:, :TOP_IDS]
-    some = np.stack([generator.choice(vocab, RANDOM_IDS, replace=False) for _ in positions])
-    return positions, np.concatenate([top, some], axis=1)
-
-
 def entries(full: np.ndarray, generator: np.random.Generator) -> dict[str, np.ndarray]:
-    """Returns positions, vocabulary entries and their log-probabilities, as fixtures keep them."""
-    positions, ids = choose_entries(full, generator)
+    """Returns positions, vocabulary entries and log-probabilities to keep: all of short prompts, some of long ones."""
+    length, vocab = full.shape
+    positions, ids = np.arange(length), np.tile(np.arange(vocab), (length, 1))
+    if length > 3:
+        count = min(length, FEW_POSITIONS if length < 3 * FEW_POSITIONS else MANY_POSITIONS)
+        others = generator.choice(length - 4, count - 4, replace=False)
+        positions = np.sort(np.concatenate([others, np.arange(length - 4, length)]))
+        top = np.argsort(-full[positions], axis=1)[:, :TOP_IDS]
+        some = np.stack([generator.choice(vocab, RANDOM_IDS, replace=False) for _ in positions])
+        ids = np.concatenate([top, some], axis=1)
     logprobs = np.take_along_axis(full[positions], ids, axis=1).astype(np.float32)
     return {"positions": positions.astype(np.int16), "ids": ids.astype(np.int16), "logprobs": logprobs}
 

@@ -10,14 +10,12 @@ import optax
 import pytest
 
 from kernels_pallas import native
-from mamba_jax.families import config_from_hf
 from mamba_jax.train.loop import initial_values
 from mamba_jax.train.loss import build
 from mamba_jax.train.policy import Answers, PolicyTrainer, arithmetic_reward, equations, group_advantages, policy_loss
 from mamba_jax.train.score import score, sequence_logprobs
-from tests.support.models.tiny_configs import TRAINABLE
+from tests.support.models.tiny_training import CONFIG
 
-CONFIG = config_from_hf(TRAINABLE)
 scored = jax.jit(sequence_logprobs)
 loss_of = jax.jit(partial(policy_loss, config=CONFIG, dtype=jnp.float32, clip=0.2))
 

@@ -215,25 +215,6 @@ MIXED_FORMATS: dict[str, Format] = {
 """As NVIDIA's Nemotron-3 Super NVFP4: experts, shared experts and Mamba projections; attention and draft layer wide."""
 
 
-def mixed_description(names: set[str]) -> dict[str, Any]:
-    """The quantization_config of the mixed checkpoint, in ModelOpt's words."""
-    layers = {}
-    for name in sorted(names):
-        module = name.removesuffix(".weight")
-        for pattern, kind in MIXED_FORMATS.items():
-            if re.fullmatch(pattern, module):
-                algorithm = {"quant_algo": "NVFP4", "group_size": 16} if kind is nvfp4 else {"quant_algo": "FP8"}
-                layers[module] = algorithm
-    return {
-        "quant_method": "modelopt",
-        "producer": {"name": "modelopt", "version": "0.41.0"},
-        "quant_algo": "MIXED_PRECISION",
-        "kv_cache_quant_algo": "FP8",
-        "quantized_layers": layers,
-        "ignore": ["lm_head", "mtp*", "*conv1d*", "*gate"],
-    }
-
-
 def write_quantized(
     directory: Path,
     hf_config: Mapping[str, Any],
@@ -275,5 +256,13 @@ def write_quantized(
 def write_mixed(directory: Path) -> tuple[Path, Path]:
     """A Nemotron-H with experts in NVFP4, shared experts and Mamba in FP8, and the rest wide."""
     hf_config = config_of("moe")
-    description = mixed_description(set(random_tensors(hf_config)))
+    words = {nvfp4: {"quant_algo": "NVFP4", "group_size": 16}, fp8: {"quant_algo": "FP8"}}
+    modules = [name.removesuffix(".weight") for name in sorted(random_tensors(hf_config))]
+    kinds = {m: kind for m in modules for pattern, kind in MIXED_FORMATS.items() if re.fullmatch(pattern, m)}
+    description = {
+        "quant_method": "modelopt", "producer": {"name": "modelopt", "version": "0.41.0"},
+        "quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": "FP8",
+        "quantized_layers": {module: words[kind] for module, kind in kinds.items()},
+        "ignore": ["lm_head", "mtp*", "*conv1d*", "*gate"],
+    }  # fmt: skip
     return write_quantized(directory, hf_config, MIXED_FORMATS, description)
