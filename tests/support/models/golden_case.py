@@ -1,7 +1,5 @@
 """A golden fixture, our model loaded from it, and what that model says about the prompts as whole sequences."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import random

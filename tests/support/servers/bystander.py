@@ -1,7 +1,5 @@
 """Another client of a server, which must notice nothing of a hostile one."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time
@@ -37,7 +35,7 @@ class Bystander:
         self.grown = 0
         """Bytes by which a process grew at its largest."""
 
-    def __enter__(self) -> Bystander:
+    def __enter__(self) -> "Bystander":
         self._before = {pid: _memory(pid, "VmRSS") for pid in self._pids}
         for pid in self._pids:
             Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak is counted anew

@@ -3,8 +3,6 @@
 One list for everything that stands on a network: the server, and the router in front of workers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket
