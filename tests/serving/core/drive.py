@@ -3,7 +3,7 @@
 import random
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Self
 
 from serving.core.cache.content import Scope
 from serving.core.cache.prefix_index import PrefixIndex
@@ -28,11 +28,11 @@ def small_config(**changes: Any) -> SchedulerConfig:
 
 
 class Loop:
-    """Plans, runs and settles; keeps the plans. Drafts are right with probability `rightness`."""
+    """Plans, runs and settles; keeps the plans since the last `run` began. `rightness`: probability of right drafts."""
 
-    def __init__(self, *, rightness: float = 1.0, clock: Clock = time.monotonic, **changes: Any) -> None:
+    def __init__(self, *, rightness: float = 1.0, clock: Clock = time.monotonic, drafts=None, **changes: Any) -> None:
         self.config = small_config(**changes)
-        self.scheduler = Scheduler(self.config, clock=clock)
+        self.scheduler = Scheduler(self.config, clock=clock, drafts=drafts)
         self.device = Device(self.config, Model(9), random.Random(1), rightness)
         self.plans: list[StepPlan] = []
         self.results: list[tuple[StepPlan, StepResult]] = []
@@ -97,15 +97,21 @@ class Loop:
         self.requests.clear()
 
     def run(self, prompt: Sequence[int], **options: Any) -> Request:
-        """One request from beginning to end."""
+        """One request from beginning to end; `plans` are then its own."""
+        self.plans.clear()
         request = self.add(prompt, **options)
         self.finish()
         return request
 
-    def run_each(self, prompts: Iterable[Sequence[int]], **options: Any) -> None:
-        """One prompt after the other; outputs have one token unless told otherwise."""
+    def run_each(self, prompts: Iterable[Sequence[int]], **options: Any) -> Self:
+        """One prompt after the other; outputs have one token unless told otherwise. Returns the loop."""
         for prompt in prompts:
             self.run(prompt, **{"max_tokens": 1, **options})
+        return self
+
+    def cached(self, prompt: Sequence[int], **options: Any) -> int:
+        """Runs a request, with one token unless told otherwise. Returns how many prompt tokens were not computed."""
+        return self.run(prompt, **{"max_tokens": 1, **options}).lookup.num_cached_tokens
 
     @property
     def index(self) -> PrefixIndex:

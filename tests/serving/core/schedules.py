@@ -327,8 +327,7 @@ class Run:
     def _cover(self) -> None:
         stats = self.scheduler.stats()
         self.coverage.update({name: count for name, count in stats.items() if isinstance(count, int)})
-        for reason, count in stats["misses"].items():
-            self.coverage[f"miss {reason}"] += count
+        self.coverage.update({f"miss {reason}": count for reason, count in stats["misses"].items()})
 
 
 def run_seed(seed: int, kind: type[Run] = Run) -> Counter[str]:

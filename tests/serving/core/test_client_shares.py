@@ -77,23 +77,6 @@ class Server:
         return found
 
 
-def compare(machine: Machine, attack, *, fresh: bool) -> None:
-    """During an attack, a stream has 0.8 of its fair part, and gaps of three times those that it has alone, at most.
-
-    `fresh`: the attack comes first, so that the server has never seen the stream alone.
-    """
-    server = Server(machine)
-    victim = server.ask("victim")
-    alone = server.gaps(victim, 100)[10:]
-    if fresh:
-        server = Server(machine)
-        server.gaps(victim, 60, lambda: attack(server))
-        victim = server.ask("victim")
-    gaps = server.gaps(victim, 300, lambda: attack(server))[50:]
-    assert sum(gaps) / len(gaps) <= 2 * statistics.mean(alone) / 0.8
-    assert sorted(gaps)[-len(gaps) // 100] <= 3 * max(alone)
-
-
 def many_choices(server: Server) -> None:
     if not any(each.client == "attacker" for each in server.loop.scheduler.queues.unfinished.values()):
         for _ in range(2 * ROWS):
@@ -127,7 +110,20 @@ def rotating_adapters(server: Server) -> None:
 @pytest.mark.parametrize("attack", [many_choices, chats, dropped_prompts, rotating_adapters])
 @pytest.mark.parametrize(("machine", "fresh"), [(CPU, False), (CPU, True), (GPU, False)])
 def test_a_stream_keeps_its_part_of_the_time(machine: Machine, fresh: bool, attack) -> None:
-    compare(machine, attack, fresh=fresh)
+    """During an attack, a stream has 0.8 of its fair part, and gaps of three times those that it has alone, at most.
+
+    `fresh`: the attack comes first, so that the server has never seen the stream alone.
+    """
+    server = Server(machine)
+    victim = server.ask("victim")
+    alone = server.gaps(victim, 100)[10:]
+    if fresh:
+        server = Server(machine)
+        server.gaps(victim, 60, lambda: attack(server))
+        victim = server.ask("victim")
+    gaps = server.gaps(victim, 300, lambda: attack(server))[50:]
+    assert sum(gaps) / len(gaps) <= 2 * statistics.mean(alone) / 0.8
+    assert sorted(gaps)[-len(gaps) // 100] <= 3 * max(alone)
 
 
 def test_a_stream_keeps_its_part_if_each_row_of_another_client_is_expensive() -> None:

@@ -35,57 +35,50 @@ def test_all_cached_prefixes_can_be_dropped_at_any_time(seed: int, pages: int) -
     loop.finish()
     loop.scheduler.drop_cached()
     loop.scheduler.check(idle=True)
-    again = loop.run(requests[0].tokens[: requests[0].prompt_len], max_tokens=1)
-    assert again.lookup.num_cached_tokens == 0
+    assert loop.cached(requests[0].tokens[: requests[0].prompt_len]) == 0
 
 
 def test_interior_states_go_before_the_end_of_an_older_chain() -> None:
-    loop = Loop(num_slots=8, max_num_seqs=1)
     old, new = [1] * 3, [2] * 17
-    loop.run_each([old, new, [3] * 3, [4] * 3])
+    loop = Loop(num_slots=8, max_num_seqs=1).run_each([old, new, [3] * 3, [4] * 3])
     assert kept(loop, old) == [3]
     assert kept(loop, new)[-2:] == [16, 17]
 
 
 def test_a_branch_is_not_interior() -> None:
-    loop = Loop(num_slots=40, max_num_seqs=1)
-    loop.run_each([1] * 8 + [branch] * 8 for branch in (2, 3))
+    loop = Loop(num_slots=40, max_num_seqs=1).run_each([1] * 8 + [branch] * 8 for branch in (2, 3))
     ranks = {entry.position: entry.rank for entry in loop.entries() if entry.tail == ()}
     assert ranks[4] == 0
     assert ranks[8] > ranks[4]
 
 
 def test_least_recently_used_among_equals() -> None:
-    loop = Loop(num_slots=5, max_num_seqs=1)
     a, b, c = [1] * 3, [2] * 3, [3] * 3
-    loop.run_each([a, b, a, c, [4] * 3])
+    loop = Loop(num_slots=5, max_num_seqs=1).run_each([a, b, a, c, [4] * 3])
     assert [bool(kept(loop, prompt)) for prompt in (a, b, c)] == [True, False, True]
 
 
 def test_pages_go_tails_first_and_take_their_states_along() -> None:
-    loop = Loop(num_pages=10, max_model_len=18, max_num_seqs=1)
     old = list(range(16))
-    loop.run(old, max_tokens=1)
+    loop = Loop(num_pages=10, max_model_len=18, max_num_seqs=1).run_each([old])
     assert kept(loop, old) == [4, 8, 12, 16]
     loop.run([50] * 5, max_tokens=1)
     # 9 pages in all: 5 tokens took three, one was free.
     assert kept(loop, old) == [4, 8, 12]
-    assert loop.run(old, max_tokens=1).lookup.num_cached_tokens == 12
+    assert loop.cached(old) == 12
 
 
 def test_a_modest_state_displaces_nothing_of_worth() -> None:
-    loop = Loop(num_slots=7, max_num_seqs=1)
-    ends = [[token] * 3 for token in range(5)]
-    loop.run_each(ends[:4])
+    ends = [[token] * 3 for token in range(4)]
+    loop = Loop(num_slots=7, max_num_seqs=1).run_each(ends)
     # Two slots are free, for the row and for its prompt's end; only the last boundary displaces a state.
     loop.run([9] * 19, max_tokens=1)
     assert kept(loop, [9] * 19) == [16, 19]
-    assert [bool(kept(loop, prompt)) for prompt in ends[:4]] == [False, True, True, True]
+    assert [bool(kept(loop, prompt)) for prompt in ends] == [False, True, True, True]
 
 
 def test_checkpoints_never_block_admission() -> None:
-    loop = Loop(num_slots=5, max_num_seqs=4)
-    loop.run_each([token] * 9 for token in range(6))
+    loop = Loop(num_slots=5, max_num_seqs=4).run_each([token] * 9 for token in range(6))
     requests = [loop.add([10 + token] * 3, max_tokens=4) for token in range(4)]
     loop.step()
     assert all(request.progress.row_id for request in requests)
@@ -116,15 +109,9 @@ def test_round_robin_of_conversations(slots: int, share: float) -> None:
 # -- worth --
 
 
-def asked_again(loop: Loop, prompt: list[int], **options: int) -> int:
-    """Tokens of a prompt that need not be computed."""
-    return loop.run(prompt, **{"max_tokens": 1, **options}).lookup.num_cached_tokens
-
-
 def test_a_prompt_end_that_a_conversation_went_on_from_goes_before_other_ends() -> None:
-    loop = Loop(num_slots=6, max_num_seqs=1)
     other = [9] * 3
-    loop.run(other, max_tokens=1)
+    loop = Loop(num_slots=6, max_num_seqs=1).run_each([other])
     talk = [1] * 3
     for _ in range(3):
         request = loop.run(talk, max_tokens=1)
@@ -132,41 +119,37 @@ def test_a_prompt_end_that_a_conversation_went_on_from_goes_before_other_ends() 
     # Ends at 3, 5 and 7 and the boundary 4; only the last end is of use, and the other prompt is older than all.
     loop.run([7] * 3, max_tokens=1)
     assert loop.positions()[-1] == 7
-    assert asked_again(loop, other) == 3
+    assert loop.cached(other) == 3
 
 
 def test_a_prompt_that_is_asked_again_and_again_is_not_passed() -> None:
-    loop = Loop(num_slots=6, max_num_seqs=1)
     prompt = [1] * 3
     # Its answer crosses a boundary, so that there is a deeper state.
-    loop.run_each([prompt] * 3, max_tokens=8)
+    loop = Loop(num_slots=6, max_num_seqs=1).run_each([prompt] * 3, max_tokens=8)
     loop.run_each([token + 4] * 2 for token in range(4))
-    assert asked_again(loop, prompt) == 3
+    assert loop.cached(prompt) == 3
 
 
 def test_what_many_begin_with_outlives_how_they_end() -> None:
-    loop = Loop(num_slots=7, max_num_seqs=1)
     system = [1] * 16
-    loop.run_each([*system, token + 2] for token in range(4))
+    loop = Loop(num_slots=7, max_num_seqs=1).run_each([*system, token + 2] for token in range(4))
     for token in range(40):
         loop.run([token + 30] * 2, max_tokens=1)
         if token % 10 == 9:
-            assert asked_again(loop, [*system, token + 30]) == 16
+            assert loop.cached([*system, token + 30]) == 16
 
 
 def test_nothing_stays_unused_for_ever() -> None:
-    loop = Loop(num_slots=7, num_pages=0, max_num_seqs=1)
     system = [1] * 16
-    loop.run_each([*system, token + 2] for token in range(4))
-    assert asked_again(loop, [*system, 20]) == 16
+    loop = Loop(num_slots=7, num_pages=0, max_num_seqs=1).run_each([*system, token + 2] for token in range(4))
+    assert loop.cached([*system, 20]) == 16
     loop.run_each([token + 30] * 12 for token in range(150))
-    assert asked_again(loop, [*system, 21]) == 0
+    assert loop.cached([*system, 21]) == 0
 
 
 def test_a_request_that_could_not_be_admitted_is_no_hit() -> None:
-    loop = Loop(num_slots=20, num_pages=12, max_num_seqs=2)
     prompt = [1] * 8
-    loop.run(prompt, max_tokens=1)
+    loop = Loop(num_slots=20, num_pages=12, max_num_seqs=2).run_each([prompt])
     entry = loop.index.find(prompt, Scope(None)).entry
     assert entry is not None
     first = loop.add([2] * 12, max_tokens=8)
@@ -233,16 +216,14 @@ def test_the_store_is_divided_equally_and_one_client_alone_has_all() -> None:
 
 
 def test_what_two_clients_use_counts_for_the_first() -> None:
-    loop = Loop()
-    loop.run([1] * 3, max_tokens=1, client="a")
-    assert loop.run([1] * 3, max_tokens=1, client="b").lookup.num_cached_tokens == 3
+    loop = Loop().run_each([[1] * 3], client="a")
+    assert loop.cached([1] * 3, client="b") == 3
     assert (positions(loop, "a"), positions(loop, "b")) == ([3], [])
 
 
 def test_a_client_that_is_absent_for_an_hour_gives_up_its_share() -> None:
     now = [0.0]
-    loop = Loop(num_slots=12, num_pages=0, max_num_seqs=1, clock=lambda: now[0])
-    loop.run([1] * 3, max_tokens=1, client="absent")
+    loop = Loop(num_slots=12, num_pages=0, max_num_seqs=1, clock=lambda: now[0]).run_each([[1] * 3], client="absent")
     loop.run([2] * 2, max_tokens=1, client="absent", marks={2: Mark(2, 2 * ABSENT_SECONDS)})
     for at in (0.0, ABSENT_SECONDS, ABSENT_SECONDS + 1):
         now[0] = at

@@ -5,13 +5,10 @@ from collections.abc import Iterable
 
 import pytest
 
-from serving.core.config import SchedulerConfig
 from serving.core.planning.admission import DISPLACE_AFTER, MOST_DISPLACEMENTS
-from serving.core.planning.plan import StepResult
 from serving.core.requests.drafts import OPTIMISM, AdaptiveDrafts, DraftPolicy
 from serving.core.requests.queues import Queues
 from serving.core.requests.request import Request, Status
-from serving.core.scheduler import Scheduler
 from tests.serving.core.drive import Loop
 
 
@@ -136,41 +133,32 @@ def test_later_choices_are_not_overtaken_for_ever() -> None:
     raise AssertionError("later choices starve")
 
 
-@pytest.mark.parametrize(("client", "steps"), [(None, DISPLACE_AFTER + 2), ("victim", 2)])
-def test_a_request_with_many_choices_gives_up_a_row(client: str | None, steps: int) -> None:
-    """One request holds all rows for thousands of tokens; that of another client begins in the second step."""
+@pytest.mark.parametrize(
+    ("client", "belongs_to", "steps"),
+    [(None, "fork_of", DISPLACE_AFTER + 2), ("victim", "fork_of", 2), (None, "batch_id", DISPLACE_AFTER + 2)],
+)
+def test_a_request_with_many_choices_gives_up_a_row(client: str | None, belongs_to: str, steps: int) -> None:
+    """One request, or one call with many prompts, holds all rows for thousands of tokens. A request of another client
+    begins in the second step, one of the same client after a few steps, before the last choices or prompts."""
     loop = Loop(max_num_seqs=4, max_model_len=64, cache_mode="all")
     options = {"client": "greedy"} if client else {}
-    loop.add([1, 2, 3], max_tokens=60, request_id="greedy", **options)
-    for i in range(1, 8):
-        loop.add([1, 2, 3], max_tokens=60, request_id=f"greedy#{i}", fork_of="greedy", **options)
+    for i in range(8):
+        prompt = [1 if belongs_to == "fork_of" else i, 2, 3]
+        of_first = {belongs_to: "greedy"} if i or belongs_to == "batch_id" else {}
+        loop.add(prompt, max_tokens=60, request_id=f"greedy#{i}" if i else "greedy", **of_first, **options)
     while len(loop.scheduler.queues.running) < 4:
         loop.step()
     victim = loop.add([7, 8], max_tokens=3, client=client)
+    assert loop.scheduler.queues.waiting[0] is victim
     for _ in range(steps):
         assert not victim.progress.row_id
         loop.step()
     assert victim.progress.row_id
-    loop.steps(5)
+    loop.steps(4)
     assert victim.finished
     assert loop.scheduler.stats()["displacements"] == 1
     loop.finish()
     assert loop.scheduler.stats()["preemptions"] >= 1
-
-
-def test_prompts_of_one_call_count_as_one_request() -> None:
-    """Eight prompts of one call hold all rows; another request begins after a few steps, before the last prompts."""
-    loop = Loop(max_num_seqs=4, max_model_len=64, cache_mode="all")
-    for i in range(8):
-        loop.add([i, 2, 3], max_tokens=60, request_id=f"call-{i}", batch_id="call-0")
-    while len(loop.scheduler.queues.running) < 4:
-        loop.step()
-    victim = loop.add([7, 8], max_tokens=3)
-    assert loop.scheduler.queues.waiting[0] is victim
-    loop.steps(DISPLACE_AFTER + 6)
-    assert victim.finished
-    assert loop.scheduler.stats()["displacements"] == 1
-    loop.finish()
 
 
 def test_requests_of_one_choice_each_are_not_displaced() -> None:
@@ -272,18 +260,13 @@ def test_new_rows_begin_with_what_is_common() -> None:
     assert new.draft_acceptance < OPTIMISM / 2
 
 
-@pytest.mark.parametrize(("right", "most"), [(True, 3), (False, 0)])
-def test_the_scheduler_asks_and_tells(right: bool, most: int) -> None:
-    config = SchedulerConfig(num_slots=20, num_pages=60, num_speculative_tokens=3, max_num_seqs=2, max_model_len=600)
-    scheduler = Scheduler(config, drafts=AdaptiveDrafts(3, knee=5))
-    scheduler.add(Request("a", [1, 2, 3], max_tokens=400))
-    planned = []
-    for _ in range(60):
-        plan = scheduler.schedule()
-        assert plan is not None
-        scheduler.dispatched(plan)
-        planned += [row.num_drafts for row in plan.decode]
-        emitted = [[9] * (1 + right * row.num_drafts) for row in plan.decode]
-        scheduler.settle(plan, StepResult(emitted, [[9]] * len(plan.prefill), [row.num_drafts for row in plan.decode]))
+@pytest.mark.parametrize(("right", "most"), [(1.0, 3), (0.0, 0)])
+def test_the_scheduler_asks_and_tells(right: float, most: int) -> None:
+    loop = Loop(
+        rightness=right, drafts=AdaptiveDrafts(3, knee=5), num_speculative_tokens=3, num_pages=400, max_model_len=600
+    )
+    loop.add([1, 2, 3], max_tokens=400)
+    loop.steps(60)
+    planned = [row.num_drafts for plan in loop.plans for row in plan.decode]
     assert planned[0] == 3
     assert planned[20:].count(most) > 35

@@ -21,7 +21,6 @@ def test_repeated_prompt_computes_nothing(mode: str, pages: int, prompt: list[in
     loop = Loop(cache_mode=mode, num_pages=pages)
     first = loop.run(prompt, max_tokens=3)
     assert first.lookup.num_cached_tokens == 0
-    loop.plans.clear()
     again = loop.run(prompt, max_tokens=3)
     assert again.lookup.num_cached_tokens == len(prompt)
     assert again.lookup.miss_reason is None
@@ -32,8 +31,7 @@ def test_repeated_prompt_computes_nothing(mode: str, pages: int, prompt: list[in
 
 @pytest.mark.parametrize(("mode", "states"), [("none", []), ("align", [8, 11]), ("all", [4, 8, 11])])
 def test_what_a_prompt_publishes(mode: str, states: list[int]) -> None:
-    loop = Loop(cache_mode=mode)
-    loop.run(PROMPT, max_tokens=1)
+    loop = Loop(cache_mode=mode).run_each([PROMPT])
     if mode == "none":
         assert loop.scheduler.index is None
         assert loop.run(PROMPT, max_tokens=1).lookup.miss_reason is MissReason.CACHING_OFF
@@ -49,8 +47,7 @@ def test_second_turn_hits_a_block_finished_while_decoding(drafts: int, rightness
     first = loop.run(PROMPT, max_tokens=11)
     # The last output token is never fed: boundaries up to token 21 exist.
     assert loop.positions() == [4, 8, 11, 12, 16, 20]
-    second = loop.run([*first.tokens, 1, 2], max_tokens=5)
-    assert second.lookup.num_cached_tokens == 20
+    assert loop.cached([*first.tokens, 1, 2], max_tokens=5) == 20
 
 
 def test_second_turn_hits_a_block_finished_while_decoding_with_three_drafts() -> None:
@@ -58,11 +55,8 @@ def test_second_turn_hits_a_block_finished_while_decoding_with_three_drafts() ->
 
 
 def test_one_token_behind_a_cached_block_is_a_decode_row() -> None:
-    loop = Loop(cache_mode="align")
-    loop.run(PROMPT[:8], max_tokens=1)
-    loop.plans.clear()
-    request = loop.run(PROMPT[:9], max_tokens=2)
-    assert request.lookup.num_cached_tokens == 8
+    loop = Loop(cache_mode="align").run_each([PROMPT[:8]])
+    assert loop.cached(PROMPT[:9], max_tokens=2) == 8
     assert not loop.plans[0].prefill
     (row,) = loop.plans[0].decode
     assert (row.length, row.num_tokens, row.num_drafts, list(row.tokens)) == (8, 1, 0, [PROMPT[8]])
@@ -70,9 +64,7 @@ def test_one_token_behind_a_cached_block_is_a_decode_row() -> None:
 
 def test_short_tail_is_a_decode_row_with_drafts_on_and_a_prefill_row_without() -> None:
     for drafts, decoding in ((0, False), (2, True)):
-        loop = Loop(num_speculative_tokens=drafts)
-        loop.run(PROMPT[:8], max_tokens=1)
-        loop.plans.clear()
+        loop = Loop(num_speculative_tokens=drafts).run_each([PROMPT[:8]])
         loop.run(PROMPT, max_tokens=2)
         assert bool(loop.plans[0].decode) == decoding
         assert bool(loop.plans[0].prefill) != decoding
@@ -84,7 +76,7 @@ def test_twins_of_one_step_do_not_read_each_other() -> None:
     loop.finish()
     assert (first.lookup.num_cached_tokens, second.lookup.num_cached_tokens) == (0, 0)
     assert second.lookup.miss_reason is MissReason.NOT_YET_WRITTEN
-    assert loop.run(PROMPT, max_tokens=1).lookup.num_cached_tokens == len(PROMPT)
+    assert loop.cached(PROMPT) == len(PROMPT)
 
 
 def test_twins_hold_their_prompt_once() -> None:
@@ -99,29 +91,24 @@ def test_twins_hold_their_prompt_once() -> None:
 
 
 def test_align_publishes_the_junction_of_two_prompts() -> None:
-    loop = Loop(cache_mode="align")
-    loop.run(PROMPT, max_tokens=1)
+    loop = Loop(cache_mode="align").run_each([PROMPT])
     # Equal up to token 10, that is 5 pages; the deepest common state is at 8.
-    other = [*PROMPT[:10], 1, 2, 3, 4, 5]
-    assert loop.run(other, max_tokens=1).lookup.num_cached_tokens == 8
+    assert loop.cached([*PROMPT[:10], 1, 2, 3, 4, 5]) == 8
     assert 10 in loop.positions()
-    third = [*PROMPT[:10], 7, 7, 7]
-    assert loop.run(third, max_tokens=1).lookup.num_cached_tokens == 10
+    assert loop.cached([*PROMPT[:10], 7, 7, 7]) == 10
 
 
 def test_salt_separates() -> None:
-    loop = Loop()
-    loop.run(PROMPT, max_tokens=1)
+    loop = Loop().run_each([PROMPT])
     salted = loop.run(PROMPT, max_tokens=1, cache_salt="a")
     assert (salted.lookup.num_cached_tokens, salted.lookup.miss_reason) == (0, MissReason.SALT_DIFFERS)
-    assert loop.run(PROMPT, max_tokens=1, cache_salt="a").lookup.num_cached_tokens == len(PROMPT)
+    assert loop.cached(PROMPT, cache_salt="a") == len(PROMPT)
     # What a salt holds is not told to others.
     private = [9, 9, 9, 9, 9, 9, 9, 9]
     loop.run(private, max_tokens=1, cache_salt="a")
     for salt in (None, "b"):
         assert loop.run(private, max_tokens=1, cache_salt=salt).lookup.miss_reason is MissReason.NOT_FOUND
-        loop = Loop()
-        loop.run(private, max_tokens=1, cache_salt="a")
+        loop = Loop().run_each([private], cache_salt="a")
 
 
 def test_reasons() -> None:
@@ -135,20 +122,9 @@ def test_reasons() -> None:
 
 
 def test_reason_state_evicted() -> None:
-    loop = Loop(num_slots=4, max_num_seqs=1)
-    loop.run(PROMPT[:8], max_tokens=1)
-    loop.run_each([start] * 8 for start in (1, 2, 3))
+    loop = Loop(num_slots=4, max_num_seqs=1).run_each([PROMPT[:8]]).run_each([start] * 8 for start in (1, 2, 3))
     missed = loop.run(PROMPT[:8], max_tokens=1)
     assert (missed.lookup.num_cached_tokens, missed.lookup.miss_reason) == (0, MissReason.STATE_EVICTED)
-
-
-def test_state_evicted_falls_back_to_a_shallower_state() -> None:
-    loop = Loop()
-    loop.run(PROMPT, max_tokens=1)
-    match = loop.index.find(PROMPT, Scope(None))
-    assert match.entry is not None
-    loop.index.drop_state(match.entry)
-    assert loop.run(PROMPT, max_tokens=1).lookup.num_cached_tokens == 8
 
 
 def test_states_of_old_weights_go_first() -> None:
@@ -191,10 +167,9 @@ def test_a_prompt_continues_from_the_marks_of_one_before(changes: dict[str, Any]
     assert {5, 7, 10, 29} <= set(loop.positions())
     assert list(request.lookup.published) == [5, 7, 10, 29]
     for shared in (5, 7, 10, 29):
-        other = [*MARKED[:shared], 9, 9, 9]
-        assert loop.run(other, max_tokens=3).lookup.num_cached_tokens == shared
+        assert loop.cached([*MARKED[:shared], 9, 9, 9], max_tokens=3) == shared
     all_kept = loop.config.cache_mode == "all"
-    assert loop.run([*MARKED[:9], 9], max_tokens=1).lookup.num_cached_tokens == (8 if all_kept else 7)
+    assert loop.cached([*MARKED[:9], 9]) == (8 if all_kept else 7)
 
 
 def test_a_preempted_request_publishes_its_marks_once_more() -> None:
@@ -208,7 +183,6 @@ def test_a_preempted_request_publishes_its_marks_once_more() -> None:
 def test_marks_cost_no_step_if_they_are_cached_or_nothing_is() -> None:
     for loop in (Loop(), Loop(cache_mode="none")):
         loop.run(MARKED, max_tokens=1, marks=at(7))
-        loop.plans.clear()
         loop.run([*MARKED, 9], max_tokens=1, marks=at(7))
         assert len(loop.plans) == 1
 
@@ -216,8 +190,7 @@ def test_marks_cost_no_step_if_they_are_cached_or_nothing_is() -> None:
 def test_a_state_is_kept_until_its_time_has_passed() -> None:
     """From its last use; then it goes as any other, even if no further request marks anything."""
     now = [0.0]
-    loop = Loop(num_slots=12, max_num_seqs=1, clock=lambda: now[0])
-    loop.run(MARKED[:9], max_tokens=1, marks=at(7, ttl=60))
+    loop = Loop(num_slots=12, max_num_seqs=1, clock=lambda: now[0]).run_each([MARKED[:9]], marks=at(7, ttl=60))
 
     def fill(first: int) -> None:
         loop.run_each([n] * 5 for n in range(first, first + 40))
@@ -291,18 +264,15 @@ def test_a_marked_state_that_comes_back_is_kept_again() -> None:
 
 def test_a_state_whose_page_a_row_takes_over_is_not_kept() -> None:
     """Its request needs all pages, so none is left for a copy of the page that holds the state's tail."""
-    loop = Loop(num_pages=5, max_model_len=9, max_num_seqs=1)
-    loop.run(MARKED[:3], max_tokens=1)
-    again = loop.run(MARKED[:8], max_tokens=1, marks=at(3, ttl=60))
-    assert again.lookup.num_cached_tokens == 3
+    loop = Loop(num_pages=5, max_model_len=9, max_num_seqs=1).run_each([MARKED[:3]])
+    assert loop.cached(MARKED[:8], marks=at(3, ttl=60)) == 3
     assert 3 not in loop.positions()
     assert loop.index._kept._clients.keys() <= set(loop.entries())
 
 
 def test_the_shares_of_clients_are_summed_as_states_come_and_go() -> None:
     states = KeptStates(3, 100.0, clock=lambda: 0.0)
-    loop = Loop(cache_mode="all")
-    loop.run(MARKED, max_tokens=1)
+    loop = Loop(cache_mode="all").run_each([MARKED])
     first, second, third, fourth, *_ = sorted(loop.entries(), key=lambda entry: entry.position)
     assert not any(states.keep(entry, 60, client) for entry, client in ((first, "a"), (second, "b"), (third, "b")))
     assert states.keep(second, 60, "b") == [], "kept again"
@@ -314,17 +284,15 @@ def test_the_shares_of_clients_are_summed_as_states_come_and_go() -> None:
 
 
 def test_marks_of_one_salt_serve_no_other() -> None:
-    loop = Loop()
-    loop.run(MARKED, max_tokens=1, cache_salt="a", marks=at(7, ttl=60))
+    loop = Loop().run_each([MARKED], cache_salt="a", marks=at(7, ttl=60))
     assert 7 in loop.positions("a")
     assert loop.positions() == loop.positions("b") == []
-    assert loop.run(MARKED[:8], max_tokens=1, cache_salt="b", marks=at(7, ttl=60)).lookup.num_cached_tokens == 0
+    assert loop.cached(MARKED[:8], cache_salt="b", marks=at(7, ttl=60)) == 0
     assert [entry.position for entry in loop.scheduler.index.by_worth() if entry.kept_until] == [7, 7]
 
 
 def test_tokens_with_pages_and_no_state_are_counted() -> None:
-    loop = Loop(cache_mode="align")
-    loop.run_each([MARKED, [*MARKED[:23], 9]])
+    loop = Loop(cache_mode="align").run_each([MARKED, [*MARKED[:23], 9]])
     counted = loop.scheduler.stats()
     assert counted["stateless_tokens"] == 22 - counted["cached_tokens"] > 0
 

@@ -35,8 +35,7 @@ def test_block_larger_than_the_budget(mode: str) -> None:
 
 
 def test_chunks_are_cut_at_absolute_places() -> None:
-    loop = Loop(max_num_batched_tokens=7, cache_mode="align")
-    loop.run(list(range(23)), max_tokens=1)
+    loop = Loop(max_num_batched_tokens=7, cache_mode="align").run_each([list(range(23))])
     chunks = [(row.length, row.num_tokens) for plan in loop.plans for row in plan.prefill]
     assert chunks == [*((start, 4) for start in range(0, 20, 4)), (20, 3)]
 

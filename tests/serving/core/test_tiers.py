@@ -83,8 +83,7 @@ def test_a_unit_may_count_for_another_client_when_it_comes_again():
 
 
 def test_units_count_for_the_client_that_computed_them():
-    loop = Loop()
-    loop.run([1] * 6, max_tokens=1, client="a")
+    loop = Loop().run_each([[1] * 6], client="a")
     assert {Unit.of(entry, B).client for entry in loop.index.by_worth()} == {"a"}
 
 

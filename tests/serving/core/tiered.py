@@ -50,13 +50,8 @@ class TieredRun(Run):
     def __init__(self, seed: int) -> None:
         apart = random.Random(seed * 31 + 7)
         config = random_config(random.Random(seed))
-        sizes = Sizes(
-            state=apart.choice([3, 10]),
-            page=2 if config.num_pages else 0,
-            page_size=config.page_size,
-            block=config.state_block_size,
-            overhead=apart.choice([0, 1]),
-        )
+        state, overhead, page = apart.choice([3, 10]), apart.choice([0, 1]), 2 if config.num_pages else 0
+        sizes = Sizes(state, page, config.page_size, config.state_block_size, overhead)
         host = Tier("host", apart.choice([20, 60, 1000]), sizes) if apart.random() < 0.8 else None
         disk = Tier("disk", apart.choice([60, 1000]), sizes) if host is None or apart.random() < 0.5 else None
         self.tiers = Tiers(host, disk, max_copying=apart.choice([1, 40, 1000]))
@@ -149,8 +144,7 @@ class TieredRun(Run):
         expect(not config.num_pages or len(pages) <= len(request.progress.pages.table), "pages are missing")
         expect(not blocks or len(pages) * config.page_size >= unit.position, "keys and values are missing", per_block)
         self.scheduler.arrived(load)
-        self.coverage["fetched"] += 1
-        self.coverage[f"fetched from {held.tier.name}"] += 1
+        self.coverage.update(("fetched", f"fetched from {held.tier.name}"))
         self.coverage["fetched whole prompt"] += unit.position == request.prompt_len
         self.coverage["fetched tail"] += unit.tail > 0
         self.device.check_index(self.scheduler)

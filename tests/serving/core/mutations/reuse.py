@@ -48,11 +48,6 @@ def drafts_published(whole, host, row, before, after):
             del row.request.tokens[-lost:]
 
 
-@mutation(4, RowSnapshots, "reserve_decode")
-def no_second_set(whole, self, count, shortest, longest, continues, after):
-    return whole(self, count, shortest, longest, continues, None)
-
-
 @mutation(5, PrefixIndex, "publish_state")
 def published_early(whole, self, content, position, slot, kind):
     early = kind == CheckpointKind.PROMPT_END and position > 1
@@ -186,6 +181,7 @@ def telling_tales(whole, self, tokens, salt, match):
 
 # -- one expression in the place of a function --
 
+mutation(4, RowSnapshots, "reserve_decode")(lambda whole, self, *step: whole(self, *step[:-1], None))
 mutation(60, RowSnapshots, "publish_boundary")(lambda whole, self, *boundary, **later: None)
 mutation(65, Cache, "scope")(lambda whole, self, salt, adapter=None: Scope(salt))
 mutation(85, KeptStates, "ended")(lambda whole, self: [])

@@ -93,11 +93,6 @@ def shared_row_id(whole, host, request, plan, room):
     return reason
 
 
-@mutation(64, rows, "_fits_decode_row")
-def reporting_tail_decodes(whole, host, request, start, num_tokens):
-    return start > 0 and num_tokens <= host.cache.width
-
-
 # -- results --
 
 
@@ -289,6 +284,7 @@ mutation(51, Budget, "grant_share")(lambda whole, self: None)
 mutation(56, admission, "_waits_for_sibling")(lambda whole, host, request: False)
 mutation(57, RetentionPolicy, "stops")(lambda whole, self, length, hit, _, marks: whole(self, length, hit, 0, marks))
 mutation(58, RetentionPolicy, "stops")(lambda whole, self, length, hit, matched, marks: [])
+mutation(64, rows, "_fits_decode_row")(lambda _, host, request, start, n: start > 0 and n <= host.cache.width)
 mutation(66, RowReplay, "trim")(lambda whole, self, after: whole(self, None))
 mutation(71, RowReplay, "advance")(lambda whole, self, access, before, kept: whole(self, access, before, access.room))
 mutation(72, RowReplay, "resume_from")(lambda whole, self, slot, at: whole(self, slot, at - at % self._interval))
