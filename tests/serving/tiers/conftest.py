@@ -6,20 +6,14 @@ from unittest import mock
 import pytest
 
 
-@pytest.fixture(scope="module")
-def tiny():
-    from tests.support.fleets.split_pair import model
-
-    return model()
-
-
 @pytest.fixture
-def start(tiny, tmp_path):
+def start(tmp_path):
     """Makes an engine, or several replicas, and closes all of them."""
     from serving.config import EngineConfig
     from serving.engine.assembly import build
     from tests.support.engines.small_tiers import SMALL, Free
     from tests.support.engines.step_programs import NoPrograms
+    from tests.support.fleets.split_pair import model
 
     made = []
 
@@ -27,7 +21,7 @@ def start(tiny, tmp_path):
         folder = {"disk_cache": str(tmp_path / "disk")} if "disk_cache_gib" in flags else {}
         flags = SMALL | {"mamba_cache_mode": "all", "data_parallel_size": replicas} | folder | flags
         with mock.patch.object(build, "StepPrograms", return_value=NoPrograms()):
-            engines = build.assemble(EngineConfig.create(**flags), weights or tiny).engines
+            engines = build.assemble(EngineConfig.create(**flags), weights or model()).engines
         for engine in engines:
             engine.loop.scheduler.tiers.fetch_costs = Free()
             made.append(engine)

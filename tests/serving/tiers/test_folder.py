@@ -18,10 +18,6 @@ from tests.support.waiting import line_of
 ROOT = Path(__file__).parents[3]
 
 
-class Killed(BaseException):
-    """The process is gone."""
-
-
 def test_what_was_used_last_stays_longest_over_a_restart(tmp_path):
     disk = Disk(tmp_path)
     units = [unit([first] * 5)._replace(client=client) for first, client in enumerate((None, "a", "b"))]
@@ -143,12 +139,12 @@ def test_a_thousand_random_faults(shard, tmp_path, monkeypatch):
                         path.write_bytes(data[:at])
                         raise OSError(28, "No space left on device")
                     path.with_name(path.name.replace(str(os.getpid()), "4194999")).write_bytes(data[:at])
-                    raise Killed
+                    raise SystemExit
 
                 monkeypatch.setattr(Folder, "_put", failing)
                 try:
                     disk.store(unit([rng.randrange(9) for _ in range(7)]))
-                except Killed:
+                except SystemExit:
                     met["killed"] += 1
                     disk = disk.restart()
                     assert not list(tmp_path.glob("*.unfinished"))

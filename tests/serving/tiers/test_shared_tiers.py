@@ -5,7 +5,6 @@ Their programs emit one token for ever and leave the store as it is.
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import pytest
 
@@ -16,15 +15,9 @@ from serving.engine.requests.request import EngineRequest
 from serving.engine.stats import merged_stats
 from serving.tiers.storage import Memory
 from tests.support.engines.small_tiers import DISK, HOST, PARAMS, ask, fill, tier_mover, tiers
-from tests.support.fleets.split_pair import tokens
+from tests.support.fleets.split_pair import model, tokens
 from tests.support.models.adapter_contents import CONTENTS, read_contents
 from tests.support.waiting import comes_true
-
-
-@pytest.fixture
-def start(start):
-    """Makes two replicas."""
-    return partial(start, replicas=2)
 
 
 def names(tier) -> set:
@@ -41,9 +34,10 @@ def settle(engines):
 
 @pytest.mark.parametrize("flags", [HOST, DISK, HOST | DISK])
 def test_what_one_has_computed_the_other_goes_on_from(start, flags):
-    one, other = start(**flags)
+    one, other = start(replicas=2, **flags)
     fill(one)
     assert ask(other, "again", tokens(1, 61)) == 61
+    assert other.stats()["prefill_tokens"] == 0
     fill(other, numbers=range(11, 17))
     assert ask(one, "too", tokens(11, 61)) == 61
     assert [sum(tier["arrived"] for tier in tiers(engine).values()) for engine in (one, other)] == [1, 1]
@@ -53,7 +47,7 @@ def test_what_one_has_computed_the_other_goes_on_from(start, flags):
 
 
 def test_what_they_hold_is_counted_once_and_what_they_fetch_by_each(start):
-    one, other = start(**HOST)
+    one, other = start(replicas=2, **HOST)
     fill(one)
     ask(other, "again", tokens(1, 61))
     ask(other, "again", tokens(2, 61))
@@ -68,7 +62,7 @@ def test_what_they_hold_is_counted_once_and_what_they_fetch_by_each(start):
 
 def test_both_at_once_keep_to_the_caps(start, tmp_path):
     """Room for a few conversations in memory and a few more on the disk: both evict, write and fetch all the time."""
-    one, other = start(**HOST, **DISK)
+    one, other = start(replicas=2, **HOST, **DISK)
     memory, disk = tier_mover(one).memory, tier_mover(one).disk
     assert memory is tier_mover(other).memory
     for tier, conversations in ((memory.tier, 6), (disk.tier, 9)):
@@ -109,7 +103,7 @@ def test_both_at_once_keep_to_the_caps(start, tmp_path):
 
 
 def test_one_that_fails_harms_the_others_neither_in_memory_nor_on_the_disk(start, monkeypatch):
-    one, other = start(**HOST, **DISK)
+    one, other = start(replicas=2, **HOST, **DISK)
     leaving = tier_mover(one)
 
     def broken(*_):
@@ -131,7 +125,7 @@ def test_one_that_fails_harms_the_others_neither_in_memory_nor_on_the_disk(start
 
 
 def test_only_those_that_were_given_the_same_weights_share(start):
-    one, other = start(**HOST)
+    one, other = start(replicas=2, **HOST)
     fill(one)
     one.loop.scheduler.change_weights(1)
     fill(one)
@@ -146,7 +140,7 @@ def test_only_those_that_were_given_the_same_weights_share(start):
 
 
 def test_a_device_that_has_a_state_is_preferred_to_those_that_would_fetch_it(start):
-    engines = start(**HOST)
+    engines = start(replicas=2, **HOST)
     placing = ReplicaLoads(engines)
     fill(engines[1])
     prompt = tokens(1, 61)
@@ -163,7 +157,7 @@ def test_a_device_that_has_a_state_is_preferred_to_those_that_would_fetch_it(sta
 
 
 def test_a_part_is_promised_as_soon_as_the_books_have_it(start):
-    one, _ = start(**HOST)
+    one, _ = start(replicas=2, **HOST)
     fill(one)
     settle((one,))
     tier = tier_mover(one).memory.tier
@@ -183,9 +177,9 @@ def test_a_part_is_promised_as_soon_as_the_books_have_it(start):
 
 
 @pytest.mark.parametrize("flags", [HOST, DISK])
-def test_states_of_an_adapter_are_found_by_its_content(start, tiny, flags):
-    engines = start(max_initial_states=1, **flags)
-    one, other = [read_contents(engine, tiny) for engine in engines]
+def test_states_of_an_adapter_are_found_by_its_content(start, flags):
+    engines = start(replicas=2, max_initial_states=1, **flags)
+    one, other = [read_contents(engine, model()) for engine in engines]
     states = [str(number) for number, kind in enumerate(CONTENTS) if kind == "state"]
     tenant, reloaded = (LoRARequest("tenant", 0, path) for path in states)
     for number in range(1, 7):

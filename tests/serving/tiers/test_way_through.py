@@ -22,21 +22,8 @@ def wait_until_seen(engine, count):
     assert comes_true(lambda: len(disk._changes.new.keys() - disk.tier.units.keys()) >= count, 30, 0.02)
 
 
-@pytest.mark.parametrize("flags", [HOST, DISK, HOST | DISK])
-def test_a_prompt_that_was_evicted_is_not_computed_again(start, flags):
-    engine = start(**flags)
-    fill(engine)
-    computed = engine.stats()["prefill_tokens"]
-    assert ask(engine, "again", tokens(1, 61)) == 61
-    assert engine.stats()["prefill_tokens"] == computed
-    assert sum(tier["arrived"] for tier in tiers(engine).values()) == 1
-    engine.loop.scheduler.check(idle=True)
-
-
 def test_a_restart_finds_what_was_on_the_device_and_in_memory(start):
-    engine = start(**HOST, **DISK)
-    fill(engine)
-    engine.close()
+    fill(start(**HOST, **DISK)).close()
     engine = start(**DISK)
     for number in (6, 1, 3):
         assert ask(engine, f"again {number}", tokens(number, 61)) == 61
@@ -51,8 +38,7 @@ def test_what_is_still_being_written_is_waited_for(start, monkeypatch):
         write(self, *file)
 
     monkeypatch.setattr(Folder, "write", slowly)
-    engine = start(**DISK)
-    fill(engine)
+    engine = fill(start(**DISK))
     assert ask(engine, "again", tokens(1, 61)) == 61
     assert tiers(engine)["disk"]["lost"] == 0
 
@@ -74,9 +60,7 @@ def test_two_servers_share_a_folder(start, monkeypatch):
 
 def test_weights_that_differ_in_a_few_rows_find_nothing_of_it(start, tmp_path):
     """A sample of 16 values of each tensor was once compared: an engine went on from the states of other weights."""
-    engine = start(**DISK)
-    fill(engine)
-    engine.close()
+    fill(start(**DISK)).close()
     changed = model()
     table = parameters(changed)["embed.weight"]
     before = table.get_value()
@@ -91,9 +75,7 @@ def test_weights_that_differ_in_a_few_rows_find_nothing_of_it(start, tmp_path):
 
 def test_a_release_that_computes_otherwise_finds_nothing_of_it(start, monkeypatch, tmp_path):
     """Nor does an engine with another layout."""
-    engine = start(**DISK)
-    fill(engine)
-    engine.close()
+    fill(start(**DISK)).close()
     with monkeypatch.context() as patch:
         patch.setattr("serving.tiers.mover.source_digest", lambda packages: "edited")
         assert ask(start(**DISK), "again", tokens(1, 61)) == 0
@@ -103,8 +85,7 @@ def test_a_release_that_computes_otherwise_finds_nothing_of_it(start, monkeypatc
 
 
 def test_dropped_prefixes_are_not_found_below_the_device(start):
-    engine = start(**HOST, **DISK)
-    fill(engine)
+    engine = fill(start(**HOST, **DISK))
     tier_mover(engine).settle()
     assert tiers(engine)["host"]["units"] > 0
     engine.loop.scheduler.drop_cached()
@@ -144,8 +125,7 @@ def test_the_capacity_shown_is_at_most_what_the_disk_has(start, monkeypatch):
 
 
 def test_others_run_while_a_request_waits(start):
-    engine = start(**HOST)
-    fill(engine)
+    engine = fill(start(**HOST))
     fetching, begun = tier_mover(engine)._fetching, []
     submit, fetching.submit = fetching.submit, lambda *job: begun.append(job)
     engine.add_request("again", {"prompt_token_ids": tokens(1, 61)}, PARAMS)
@@ -160,15 +140,15 @@ def test_others_run_while_a_request_waits(start):
     assert engine.num_unfinished == 0
 
 
-def test_folders_that_cannot_be_used_are_clear(tiny, tmp_path, caplog):
+def test_folders_that_cannot_be_used_are_clear(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="is not a folder"):
-        assemble(EngineConfig.create(**SMALL, disk_cache=str(tmp_path / "file")), tiny, programs=NoPrograms())
+        assemble(EngineConfig.create(**SMALL, disk_cache=str(tmp_path / "file")), model(), programs=NoPrograms())
     # The system refuses to look for the second one, as it does below a folder that may not be entered.
     for below in (tmp_path / "file" / "below", tmp_path / ("long" * 100) / "below"):
         caplog.clear()
-        built = assemble(EngineConfig.create(**SMALL, disk_cache=str(below)), tiny, programs=NoPrograms())
+        built = assemble(EngineConfig.create(**SMALL, disk_cache=str(below)), model(), programs=NoPrograms())
         assert not built.engine.loop.sources
         assert "cannot be used" in caplog.text
     with pytest.raises(ConfigError, match="does not fit"):
-        assemble(EngineConfig.create(**SMALL, host_cache_gib=1 << 20), tiny, programs=NoPrograms())
+        assemble(EngineConfig.create(**SMALL, host_cache_gib=1 << 20), model(), programs=NoPrograms())

@@ -33,10 +33,11 @@ def ask(engine: Engine, name: str, prompt, **more) -> int:
     return output.num_cached_tokens
 
 
-def fill(engine: Engine, numbers=range(1, 7), **more) -> None:
-    """So many prompts that the first are evicted."""
+def fill(engine: Engine, numbers=range(1, 7), **more) -> Engine:
+    """So many prompts that the first are evicted. Returns the engine."""
     for number in numbers:
         assert ask(engine, f"first {number}", tokens(number, 61), **more) == 0
+    return engine
 
 
 def tiers(engine: Engine) -> dict:
