@@ -69,11 +69,10 @@ class Device:
 
     def truth(self, request: Request) -> Truth:
         """A request's greedy sequence."""
-        found = self.truths.get(request)
-        if found is None:
+        if request not in self.truths:
             prompt = request.tokens[: request.prompt_len]
-            found = self.truths[request] = Truth(self.model, prompt, Scope(request.cache_salt, self.weights))
-        return found
+            self.truths[request] = Truth(self.model, prompt, Scope(request.cache_salt, self.weights))
+        return self.truths[request]
 
     def run(self, plan: StepPlan, scheduler: Scheduler) -> StepResult:
         """Do a step; returns what its rows emitted."""
@@ -81,14 +80,13 @@ class Device:
             if not request.finished:
                 self.rows[request.progress.row_id] = DeviceRow(owner=request)
         self._check_shape(plan)
-        decode: list[list[int]] = []
-        prefill: list[list[int]] = []
-        programs = [(plan.decode, decode), (plan.prefill, prefill)]
+        result = StepResult([], [])
+        programs = [(plan.decode, result.decode), (plan.prefill, result.prefill)]
         if self.rng.random() < 0.5:
             programs.reverse()
         for rows, results in programs:
             self._program(rows, results, scheduler)
-        return StepResult(decode, prefill)
+        return result
 
     def _check_shape(self, plan: StepPlan) -> None:
         """Limits, row classes, and that no two rows write the same slot or have the same row id."""

@@ -105,10 +105,9 @@ def test_salt_separates() -> None:
     assert loop.cached(PROMPT, cache_salt="a") == len(PROMPT)
     # What a salt holds is not told to others.
     private = [9, 9, 9, 9, 9, 9, 9, 9]
-    loop.run(private, max_tokens=1, cache_salt="a")
     for salt in (None, "b"):
-        assert loop.run(private, max_tokens=1, cache_salt=salt).lookup.miss_reason is MissReason.NOT_FOUND
         loop = Loop().run_each([private], cache_salt="a")
+        assert loop.run(private, max_tokens=1, cache_salt=salt).lookup.miss_reason is MissReason.NOT_FOUND
 
 
 def test_reasons() -> None:

@@ -112,12 +112,8 @@ def missing_drafts_are_accepted(patch: Patch) -> None:
         next_draft = jnp.take_along_axis(drafts, jnp.minimum(said.accepted, drafts.shape[1] - 1)[:, None], axis=1)[:, 0]
         wrong = (said.count > 0) & (next_draft == missing)
         at = jnp.arange(logits.shape[1]) == said.count[:, None]
-        return dataclasses.replace(
-            said,
-            tokens=jnp.where(wrong[:, None] & at, 0, said.tokens),
-            count=said.count + wrong,
-            accepted=said.accepted + wrong,
-        )
+        tokens = jnp.where(wrong[:, None] & at, 0, said.tokens)
+        return dataclasses.replace(said, tokens=tokens, count=said.count + wrong, accepted=said.accepted + wrong)
 
     replacing(*in_step("step"))(step)(patch)
     replacing(*in_step("choose"))(choose)(patch)
@@ -129,9 +125,8 @@ def one_draw_for_a_step(sound, asked):
     return seat, jnp.repeat(index.reshape(asked.index.shape)[:, 0], asked.index.shape[1])
 
 
-@fault(24, logits, "penalize", compiles="decode")
-def penalties_overlook_drafts(sound, *args):
-    return sound(*args[:-1], args[-1] * 0 - 1)
+# Penalties overlook drafts.
+fault(24, logits, "penalize", compiles="decode")(lambda sound, *args: sound(*args[:-1], args[-1] * 0 - 1))
 
 
 @fault(25, compiles="decode")
@@ -192,9 +187,8 @@ def tails_are_padded(self, batch, rows):
             batch.num_tokens[i] = width
 
 
-@fault(32, BatchBuilder, "seat")
-def penalty_counts_are_lost(sound, self, row_id, params, *, output, **rest):
-    return sound(self, row_id, params, output=(), **rest)
+# Penalty counts are lost.
+fault(32, BatchBuilder, "seat")(lambda sound, self, *row, output, **rest: sound(self, *row, output=(), **rest))
 
 
 @fault(33, loop, "read_results")

@@ -68,11 +68,8 @@ class MixedDrafts:
 
     def seat(self, state: tuple[Array, Array, Array], row_id: Array, tokens: Any) -> tuple[Array, Array, Array]:
         kind, script, seen = state
-        return (
-            kind.at[row_id].set(tokens[-1]),
-            script.at[row_id].set(tokens[MAX_LEN : 2 * MAX_LEN]),
-            _NGRAMS.seat(seen, row_id, tokens[:MAX_LEN]),
-        )
+        seen = _NGRAMS.seat(seen, row_id, tokens[:MAX_LEN])
+        return kind.at[row_id].set(tokens[-1]), script.at[row_id].set(tokens[MAX_LEN : 2 * MAX_LEN]), seen
 
     def propose(
         self, model: HybridModel, store: Store, state: tuple[Array, Array, Array], facts: StepFacts, count: int
@@ -267,8 +264,9 @@ class Watch:
                 whole[request.request_id] = self._drafters.layer(request.tokens)
             of_all = whole[request.request_id][0]
             said = None if of_all is None else of_all[look.newest]
-            if said is not None and look.draft is not None and not _is_best(said, look.draft):
-                found.append(f"request {request.request_id}: draft {look.draft} after token {look.newest}")
+            draft = look.draft
+            if said is not None and draft is not None and (draft < 0 or not said.max() - said[draft] < TIE):
+                found.append(f"request {request.request_id}: draft {draft} after token {look.newest}")
             last[request.request_id] = look
         for name, look in last.items():
             # Pairs begin at the second token. A drafter of blocks has read all but the newest one.
@@ -285,15 +283,9 @@ class Watch:
         return sum(look.draft is not None for look in self._looks)
 
 
-def _is_best(said: np.ndarray, draft: int) -> bool:
-    return draft >= 0 and said.max() - said[draft] < TIE
-
-
 def tally(met: Counter, drafting: dict[str, Drafting], outputs: dict[str, Any]) -> None:
     """Counts drafts and what became of them, by source."""
     for name, output in outputs.items():
         how, drafts = drafting[name], output.metrics.drafts
-        met[f"drafted {how.source}"] += drafts.drafted
-        met[f"accepted {how.source}"] += drafts.accepted
-        met[f"wasted {how.source}"] += drafts.wasted
+        met.update({f"{what} {how.source}": getattr(drafts, what) for what in ("drafted", "accepted", "wasted")})
         met[f"K {how.count}"] += 1

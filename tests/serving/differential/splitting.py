@@ -47,19 +47,12 @@ def draw_split(rng: random.Random, names: list[str]) -> Split:
     """Of the requests `names`, most come by way of the other side."""
     handoffs: list[Handoff | None] = ["full", "full", "recompute-last", "recompute-last", None]
     drawn = {name: rng.choice(handoffs) for name in names}
-    return Split(
-        mode=rng.choice(["none", "align", "all"]),
-        flags={
-            "state_block_size": rng.choice([TILE, 2 * TILE, 4 * TILE]),
-            "max_num_batched_tokens": rng.choice([16, 40, MAX_LEN]),
-            "enable_chunked_prefill": True,
-        },
-        handoffs={name: handoff for name, handoff in drawn.items() if handoff is not None},
-        broken=rng.choice([0.0, 0.0, 0.3]),
-        lost=rng.choice([0.0, 0.0, 0.1]),
-        haste=rng.choice([0.1, 0.5, 1.0]),
-        seed=rng.randrange(1 << 30),
-    )
+    mode = rng.choice(["none", "align", "all"])
+    block, budget = rng.choice([TILE, 2 * TILE, 4 * TILE]), rng.choice([16, 40, MAX_LEN])
+    flags = {"state_block_size": block, "max_num_batched_tokens": budget, "enable_chunked_prefill": True}
+    given = {name: handoff for name, handoff in drawn.items() if handoff is not None}
+    broken, lost, haste = rng.choice([0.0, 0.0, 0.3]), rng.choice([0.0, 0.0, 0.1]), rng.choice([0.1, 0.5, 1.0])
+    return Split(mode, flags, given, broken, lost, haste, seed=rng.randrange(1 << 30))
 
 
 _points = functools.cache(PointPrograms)

@@ -24,7 +24,6 @@ from tests.support.models.letter_tokens import EOS
 from tests.support.models.tiny_configs import ENGINE_VOCAB
 from tests.support.selection import slow
 
-MODES = ("none", "align", "all")
 FORMS = (
     {"regex": "(abcab){5}"},  # repeats itself: n-grams are right, and know nothing of where it ends
     {"regex": "[!-~]{3,20}"},  # allows nearly everything
@@ -88,12 +87,9 @@ def ask(number: int) -> tuple[dict, SamplingParams]:
     form = FORMS[number // 3 % len(FORMS)] if number % 3 == 0 else None
     shared = [7, 8, 9] * 6 if number % 2 else []
     prompt = shared + [rng.randrange(1, ENGINE_VOCAB) for _ in range(rng.randrange(1, 12))]
+    temperature, length = (0.0, 0.7, 1.0)[number % 5 % 3], 25 if form else 48
     params = SamplingParams(
-        temperature=(0.0, 0.7, 1.0)[number % 5 % 3],
-        seed=number,
-        max_tokens=25 if form else 48,
-        ignore_eos=form is None,
-        structured_outputs=form,
+        temperature=temperature, seed=number, max_tokens=length, ignore_eos=form is None, structured_outputs=form
     )
     return {"prompt_token_ids": prompt}, params
 
@@ -137,7 +133,7 @@ def test_each_says_what_it_says_alone(drafts: Drafts) -> None:
     """With room for all, and then with so little that rows are preempted, one request aborted, one step failing, and
     drafts of other numbers for each row."""
     accepted, preempted, compiled = 0, 0, None
-    for mode in MODES:
+    for mode in ("none", "align", "all"):
         engine = engine_of(drafts, mode)
         check(range(15), together(engine, range(15)))
         accepted += engine.loop.stats.drafts.accepted

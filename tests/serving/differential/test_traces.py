@@ -29,7 +29,6 @@ from tests.support.engines.shared_engines import (
     SMALLEST,
     TOLERANCE,
     VARIANTS,
-    SharedEngines,
     engines_of,
 )
 from tests.support.models.adapter_contents import CONTENTS, content
@@ -87,17 +86,15 @@ def test_the_references_are_those_of_the_merged_weights() -> None:
     for number, line in enumerate(lines):
         if CONTENTS[number] != "lora":
             continue
-        said = _merged(on, number, [*prompt, *line.tokens])[len(prompt) - 1 : -1]
+        model = nnx.clone(on.model)
+        for path, layer in adaptable_layers(model).items():
+            a, b = content(on.model, number).layers[path]
+            layer.weight[...] = layer.weight[...] + (b @ a).reshape(layer.weight.shape)
+        tokens = [*prompt, *line.tokens]
+        logits = model(np.array([tokens]), np.array([len(tokens)]))[0]
+        said = np.asarray(jax.nn.log_softmax(logits))[len(prompt) - 1 : -1]
         chosen = np.take_along_axis(said, np.array(line.tokens)[:, None], axis=1)[:, 0]
         np.testing.assert_allclose(line.logprobs, chosen, atol=TOLERANCE)
-
-
-def _merged(on: SharedEngines, number: int, tokens: list[int]) -> np.ndarray:
-    model = nnx.clone(on.model)
-    for path, layer in adaptable_layers(model).items():
-        a, b = content(on.model, number).layers[path]
-        layer.weight[...] = layer.weight[...] + (b @ a).reshape(layer.weight.shape)
-    return np.asarray(jax.nn.log_softmax(model(np.array([tokens]), np.array([len(tokens)]))))[0]
 
 
 def examples(request: pytest.FixtureRequest, per_trace: int, least: int) -> int:

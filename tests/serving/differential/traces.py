@@ -95,14 +95,7 @@ class Trace:
 
 
 def draw(
-    seed: int,
-    *,
-    drafts: bool = False,
-    split: bool = False,
-    replay: int | None = None,
-    model: str | None = None,
-    mixed: bool = False,
-    adapters: bool = False,
+    seed: int, *, drafts=False, split=False, replay: int | None = None, model: str = "", mixed=False, adapters=False
 ) -> Trace:
     """The trace of a seed; computes missing reference outputs.
 
@@ -212,19 +205,11 @@ def _ask(
         # The reference of prompt log-probabilities is the model without adapters.
         prompt_logprobs=0 if rng.random() < 0.08 and adapter is None else None,
     )
-    return Ask(
-        name=name,
-        prompt=prompt,
-        params=params,
-        expected=[expected[i if seed is not None else 0] for i in range(choices)],
-        length=length,
-        arrival=arrival,
-        sampling=sampling if stop_text is None else "stop text",
-        priority=rng.choice([0, 0, 0, 1, -1]),
-        salt=rng.choice([None, None, None, None, "salt"]),
-        adapter=adapter,
-        aborted=rng.randrange(25) if rng.random() < 0.12 else None,
-    )
+    lines = [expected[i if seed is not None else 0] for i in range(choices)]
+    sampling = sampling if stop_text is None else "stop text"
+    priority, salt = rng.choice([0, 0, 0, 1, -1]), rng.choice([None, None, None, None, "salt"])
+    aborted = rng.randrange(25) if rng.random() < 0.12 else None
+    return Ask(name, prompt, params, lines, length, arrival, sampling, priority, salt, adapter, aborted)
 
 
 def run_trace(seed: int, **how: Any) -> Counter:
@@ -263,15 +248,10 @@ def run_trace(seed: int, **how: Any) -> Counter:
                 trace.met["adapters waited"] += 1
                 break
             left.pop(0)
-            outputs[ask.name] = engine.add_request(
-                ask.name,
-                {"prompt_token_ids": list(ask.prompt)},
-                ask.params,
-                priority=ask.priority,
-                cache_salt=ask.salt,
-                remote=other.compute(ask) if other is not None else None,
-                lora_request=ask.adapter,
-            )
+            options = {"priority": ask.priority, "cache_salt": ask.salt, "lora_request": ask.adapter}
+            options["remote"] = other.compute(ask) if other is not None else None
+            prompt = {"prompt_token_ids": list(ask.prompt)}
+            outputs[ask.name] = engine.add_request(ask.name, prompt, ask.params, **options)
             trace.met[CONTENTS[int(ask.adapter.lora_path)] if ask.adapter else "no adapter"] += 1
             if ask.aborted is not None:
                 aborts.append((now + ask.aborted, ask.name))
@@ -304,13 +284,9 @@ def run_trace(seed: int, **how: Any) -> Counter:
     if other is not None:
         trace.met += other.close()
     stats = loop.scheduler.stats()
-    for name in COUNTED:
-        trace.met[name] += stats[name]
-    trace.met["failures"] += loop.stats.failures
-    trace.met[trace.mode] += 1
-    trace.met[trace.model] += 1
-    trace.met["debug"] += trace.flags["debug_state"]
-    trace.met["mixed"] += engine.loop.stats.mixed_steps
+    trace.met.update({name: stats[name] for name in COUNTED})
+    met = {"failures": loop.stats.failures, "debug": trace.flags["debug_state"], "mixed": loop.stats.mixed_steps}
+    trace.met.update((trace.mode, trace.model), **met)
     return trace.met
 
 

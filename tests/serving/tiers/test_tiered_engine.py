@@ -14,8 +14,7 @@ from tests.support.selection import slow, some_slow
 
 # Two running sequences with their drafts, and little other space: nearly every checkpoint is evicted.
 SMALL = {"max_num_seqs": 2, "num_slots": 14, "num_pages": 26, "max_num_batched_tokens": 40}
-GIB = 1 << 30
-SIZE = 4_000_000 / GIB
+SIZE = 4_000_000 / (1 << 30)
 NEEDS_NATIVE = pytest.mark.skipif(WHY_MISSING is not None, reason=f"native operations: {WHY_MISSING}")
 TIERS = {
     "host": {"host_cache_gib": SIZE},
