@@ -291,8 +291,7 @@ def test_marks_of_one_salt_serve_no_other() -> None:
 
 
 def test_tokens_with_pages_and_no_state_are_counted() -> None:
-    loop = Loop(cache_mode="align").run_each([MARKED, [*MARKED[:23], 9]])
-    counted = loop.scheduler.stats()
+    counted = Loop(cache_mode="align").run_each([MARKED, [*MARKED[:23], 9]]).scheduler.stats()
     assert counted["stateless_tokens"] == 22 - counted["cached_tokens"] > 0
 
 

@@ -53,8 +53,7 @@ def test_lengths_clip_drafts() -> None:
 
 
 def test_no_step_for_a_row_whose_last_token_is_under_way() -> None:
-    loop = Loop(overlap=True)
-    loop.run([1, 2, 3], max_tokens=2)
+    loop = Loop(overlap=True).run_each([[1, 2, 3]], max_tokens=2)
     assert sum(len(plan.decode) for plan in loop.plans) == 1
 
 
