@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,15 +17,14 @@ from tests.serving.differential.test_structured_with_plain import Drafts, engine
 from tests.support.engines.engines import finish
 
 
-class Scripted:
-    """A constraint whose masks take as long as a test wants."""
+def scripted(work=lambda: None):
+    """A choice whose masks take as long as a test wants."""
 
-    def __init__(self, work=lambda: None):
-        self.work = work
-
-    def masks(self, drafts, heads):
-        self.work()
+    def masks(drafts, heads):
+        work()
         return np.full((heads, 1), len(drafts), np.uint32)
+
+    return FollowedChoice(SimpleNamespace(masks=masks))
 
 
 def compute(seconds):
@@ -43,7 +43,7 @@ def collect(workers, *requests):
 def test_masks_of_all_choices_arrive():
     workers = MaskWorkers(3, Inbox())
     requests = [Request(f"r{i}", [1], lockstep=True) for i in range(5)]
-    choices = [FollowedChoice(Scripted()) for _ in requests]
+    choices = [scripted() for _ in requests]
     for i, (request, choice) in enumerate(zip(requests, choices, strict=True)):
         workers.submit(request, choice, [7] * i)
         assert request.blocked
@@ -55,7 +55,7 @@ def test_masks_of_all_choices_arrive():
 def test_a_step_does_not_wait_for_a_choice_that_was_slow():
     workers, go_on = MaskWorkers(1, Inbox()), threading.Event()
     slow, quick = (Request(name, [1], lockstep=True) for name in ("slow", "quick"))
-    stuck, other = FollowedChoice(Scripted(lambda: go_on.wait(60))), FollowedChoice(Scripted())
+    stuck, other = scripted(lambda: go_on.wait(60)), scripted()
     workers.submit(slow, stuck, ())
     workers.collect()  # waits for a moment, once
     assert slow.blocked
@@ -70,32 +70,29 @@ def test_a_step_does_not_wait_for_a_choice_that_was_slow():
     assert not stuck.slow  # it took no time of a processor
 
 
-@pytest.mark.parametrize(("limit", "says"), [("_MOST_PER_STEP", "for one token"), ("_ALLOWANCE", "takes too long")])
-def test_a_choice_has_a_budget(monkeypatch, limit, says):
-    monkeypatch.setattr(mask_workers, limit, 0.005)
-    why, by_grammar = refused(lambda: compute(0.02))
-    assert says in why
-    assert by_grammar
-
-
-def refused(work):
-    """Why a request is refused whose masks take this work, and whether its grammar is the cause."""
+@pytest.mark.parametrize(
+    ("limits", "work", "says"),
+    [
+        ({"_MOST_PER_STEP": 0.005}, lambda: compute(0.02), "for one token"),
+        ({"_ALLOWANCE": 0.005}, lambda: compute(0.02), "takes too long"),
+        ({}, lambda: 1 // 0, "division"),
+    ],
+)
+def test_a_choice_has_a_budget_and_fails_alone(monkeypatch, limits, work, says):
+    """Its grammar is the cause if it has taken too much time, and no other error is."""
+    for limit, seconds in limits.items():
+        monkeypatch.setattr(mask_workers, limit, seconds)
     workers, request = MaskWorkers(1, Inbox()), Request("r", [1], lockstep=True)
-    workers.submit(request, FollowedChoice(Scripted(work)), ())
+    workers.submit(request, scripted(work), ())
     found = []
     while not found:
         workers.collect(idle=True)
         found = workers.pop_refused()
-    ((which, *why),) = found
+    ((which, why, by_grammar),) = found
     assert which is request
     assert request.blocked
-    return why
-
-
-def test_masks_that_cannot_be_computed_fail_their_request():
-    why, by_grammar = refused(lambda: 1 // 0)
-    assert "division" in why
-    assert not by_grammar
+    assert says in why
+    assert by_grammar == bool(limits)
 
 
 def test_a_request_over_its_budget_is_refused(monkeypatch):

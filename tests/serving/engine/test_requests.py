@@ -73,10 +73,8 @@ def test_prompt_logprobs_of_given_ids(harness, engine, alternatives):
     rng = random.Random(6)
     prompt, others = harness.prompt(rng, 100), harness.prompt(rng, 100)  # prefilled in several chunks, with neighbors
     ids = [996, 0, prompt[5], *rng.sample(range(997), 125)]
-    asked = SamplingParams(
-        temperature=0.0, max_tokens=3, n=2, prompt_logprob_token_ids=ids, prompt_logprobs=alternatives
-    )
     plain = SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=0)
+    asked = replace(plain, n=2, prompt_logprob_token_ids=ids, prompt_logprobs=alternatives)
     harness.run(engine, [others, prompt, others], [plain, replace(plain, n=2), plain])
     compiled = engine.stats()["compilations"]
     outputs = harness.run(engine, [others, prompt, others], [plain, asked, plain])
@@ -95,26 +93,25 @@ def test_prompt_logprobs_of_given_ids(harness, engine, alternatives):
         assert all(list(table) == [token] for token, table in zip(others[1:], output.prompt_logprobs[1:], strict=True))
 
 
+UNKNOWN = "997 is not in the vocabulary (0 to 996)"
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "said"),
     [
         ({"prompt_token_ids": []}, {}, "the prompt is empty"),
-        ({"prompt_token_ids": [997]}, {}, "997 is not in the vocabulary (0 to 996)"),
+        ({"prompt_token_ids": [997]}, {}, UNKNOWN),
         ({"prompt_token_ids": [-1]}, {}, "-1 is not in the vocabulary"),
         ({"prompt_token_ids": [1.5]}, {}, "must be a list of integers"),
         ({"prompt_token_ids": "12"}, {}, "must be a list of integers"),
         ({"prompt_token_ids": None}, {}, "must be a list of integers"),
         ({"prompt_token_ids": [3] * 160}, {}, "the prompt has 160 tokens: at most 159 are allowed"),
-        (
-            {"prompt_token_ids": [3]},
-            {"prompt_logprob_token_ids": [5, 997]},
-            "prompt_logprob_token_ids: token id 997 is not in the vocabulary (0 to 996)",
-        ),
+        ("w5", {"prompt_logprob_token_ids": [5, 997]}, f"prompt_logprob_token_ids: token id {UNKNOWN}"),
         ({"prompt": 3}, {}, "a prompt must be a text, got int"),
         ({"prompt": "w5", "multi_modal_data": {"image": 1}}, {}, "field 'multi_modal_data' is not supported"),
         ({}, {}, "a prompt is a text"),
         ("", {}, "the prompt is empty"),
-        ("w5", {"logit_bias": {997: 1.0}}, "token id 997 is not in the vocabulary"),
+        ("w5", {"logit_bias": {997: 1.0}}, f"token id {UNKNOWN}"),
         ("w5", {"return_sampling_mask": True}, "return_sampling_mask needs the flag enable_return_sampling_mask"),
         ("w5", {"reasoning": {"budget": 1}}, "reasoning: a budget needs a tokenizer, and the flag"),
     ],

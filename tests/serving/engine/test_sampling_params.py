@@ -118,42 +118,35 @@ def test_the_largest_values_fit_the_table_and_sample():
     assert SamplingParams(temperature=1e-300).greedy
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "said"),
-    [
-        ("temprature", 1, "unknown sampling parameter 'temprature'; did you mean 'temperature'?"),
-        ("bad_words", np.array(["a", "b"]), "bad_words is not supported: "),
-        ("bad_words", ["no"], "bad_words is not supported: give the tokens of these words logit_bias -100"),
-        ("allowed_token_ids", [1], "allowed_token_ids is not supported: give each allowed token logit_bias 100"),
-        ("best_of", 2, "best_of is not supported: use n"),
-        ("thinking_token_budget", 0, "thinking_token_budget is not supported: "),
-        ("guided_decoding", {"regex": "a"}, "guided_decoding is not supported: use structured_outputs"),
-        ("logits_processors", [len], "logits_processors is not supported: use logit_bias"),
-        ("truncate_prompt_tokens", 5, "truncate_prompt_tokens is not supported: cut the prompt's token ids"),
-    ],
-)
-def test_unknown_and_unsupported_names_get_one_line(name, value, said):
-    with pytest.raises(RequestError) as error:
-        SamplingParams(**{name: value})
-    assert said in str(error.value)
-    if name != "temprature":
-        assert SamplingParams(**{name: None}) == SamplingParams()
+FORM = partial(StructuredOutputs, regex="a")
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("make", "name", "value", "said"),
     [
-        ("jsn", {}, "unknown field of structured outputs 'jsn'; did you mean 'json'?"),
-        ("typo", 1, "unknown field of structured outputs 'typo'"),
-        ("whitespace_pattern", " ?", "whitespace_pattern is not supported: use grammar or regex"),
-        ("disable_fallback", True, "disable_fallback is not supported: "),
+        (SamplingParams, "temprature", 1, "unknown sampling parameter 'temprature'; did you mean 'temperature'?"),
+        (SamplingParams, "bad_words", np.array(["a", "b"]), ": "),
+        (SamplingParams, "bad_words", ["no"], ": give the tokens of these words logit_bias -100"),
+        (SamplingParams, "allowed_token_ids", [1], ": give each allowed token logit_bias 100"),
+        (SamplingParams, "best_of", 2, ": use n"),
+        (SamplingParams, "thinking_token_budget", 0, ": "),
+        (SamplingParams, "guided_decoding", {"regex": "a"}, ": use structured_outputs"),
+        (SamplingParams, "logits_processors", [len], ": use logit_bias"),
+        (SamplingParams, "truncate_prompt_tokens", 5, ": cut the prompt's token ids"),
+        (FORM, "jsn", {}, "unknown field of structured outputs 'jsn'; did you mean 'json'?"),
+        (FORM, "typo", 1, "unknown field of structured outputs 'typo'"),
+        (FORM, "whitespace_pattern", " ?", ": use grammar or regex"),
+        (FORM, "disable_fallback", True, ": "),
     ],
 )
-def test_names_of_structured_outputs_get_one_line(name, value, said):
+def test_unknown_and_unsupported_names_get_one_line(make, name, value, said):
+    unsupported = said.startswith(": ")
     with pytest.raises(RequestError) as error:
-        StructuredOutputs(regex="a", **{name: value})
-    assert said in str(error.value)
-    assert StructuredOutputs(regex="a", disable_fallback=False, whitespace_pattern=None).regex == "a"
+        make(**{name: value})
+    assert (f"{name} is not supported{said}" if unsupported else said) in str(error.value)
+    if unsupported:
+        assert make(**{name: None}) == make()
+    assert FORM(disable_fallback=False) == FORM()
 
 
 def test_what_comes_from_json_and_numpy():

@@ -48,6 +48,8 @@ def size(memory=64 * MIB, shape=SHAPE, mode="all", longest=4096, most=sys.maxsiz
 def test_it_fits_and_is_used(shape, mode, memory):
     found = size(memory, shape, mode)
     assert found.total_bytes <= memory
+    assert found.max_num_seqs < 64 or memory > 8 * MIB
+    assert any("max_num_seqs is" in notice for notice in found.notices) == (found.max_num_seqs < 64)
     assert found.num_slots - 1 >= found.running_slots
     assert found.running_slots == found.max_num_seqs * (1 if mode == "none" else 2)
     if shape is SHAPE:
@@ -65,6 +67,7 @@ def test_members_hold_as_many_times_the_tokens(memory):
     assert found.total_bytes <= memory
     assert found.num_pages % 4 == found.pages_per_row % 4 == 0
     assert 3.9 < found.max_model_len / one.max_model_len < 4.1
+    assert any("max_model_len is" in notice for notice in one.notices)
     assert found.sequences_at(found.max_model_len) == found.sequences_at(found.max_model_len - 70) == 1
     assert "divided by position over 4 members" in found.report()
     exact = size(memory, num_pages=42, **FOUR)
@@ -106,15 +109,6 @@ def test_the_bytes_are_those_of_the_arrays():
     for found, types in ((wide, {}), (narrow, {"kv_dtype": "float8_e4m3fn", "ssm_dtype": jnp.float16})):
         sizes = {"num_slots": found.num_slots, "num_pages": found.num_pages, "page_size": 32, "dtype": jnp.float32}
         assert store_bytes(init_store(SHAPE, **sizes, **types)) == found.total_bytes <= 4 * MIB
-
-
-def test_clamped_limits_are_said():
-    found = size(8 * MIB)
-    assert found.max_num_seqs < 64
-    assert any("max_num_seqs is" in notice for notice in found.notices)
-    found = size(64 * MIB, longest=1 << 20)
-    assert found.max_model_len < 1 << 20
-    assert any("max_model_len is" in notice for notice in found.notices)
 
 
 def test_second_sets_and_drafts_count():
@@ -208,12 +202,6 @@ def test_what_is_reserved_is_left_to_others(monkeypatch):
 WHOLE = 100 << 30
 
 
-def gpu(share, in_use=0):
-    """A GPU of which JAX has this share."""
-    stats = {"bytes_limit": int(share * WHOLE), "bytes_in_use": in_use}
-    return SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
-
-
 NEW, OLD = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
@@ -256,7 +244,9 @@ def test_the_store_fills_its_part_of_the_device(reserved, monkeypatch):
     share, expected = (0.75, 0.75 * 0.9) if reserved is None else (float(reserved), 0.9)
     monkeypatch.setattr(free_memory, "usable_share", lambda platform, used: usable_share(platform, used, environment))
     weights, workspace = 30 << 30, 2 << 30
-    free = store_memory(EngineConfig(model="m"), workspace=workspace, devices=[gpu(share, in_use=weights)])
+    stats = {"bytes_limit": int(share * WHOLE), "bytes_in_use": weights}
+    gpu = SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
+    free = store_memory(EngineConfig(model="m"), workspace=workspace, devices=[gpu])
     assert free == pytest.approx(expected * WHOLE - weights - workspace, abs=2)
 
 

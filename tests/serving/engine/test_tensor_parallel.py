@@ -29,34 +29,24 @@ pytestmark = pytest.mark.usefixtures("quick_compilation", "few_tokens_are_divide
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "interval"),
+    ("name", "interval", "shards"),
     [
-        *((name, 1) for name in FAMILIES),
-        *(slow(name, 1) for name in MORE),
-        ("qwen3next", 8),
-        slow("falcon-mamba", 8),
-        slow("kimi", 8),
+        *((name, 1, 2) for name in FAMILIES),
+        *(slow(name, 1, 2) for name in MORE),
+        ("qwen3next", 8, 2),
+        *(slow(*each) for each in (("falcon-mamba", 8, 2), ("kimi", 8, 2), ("eight", 1, 8))),
+        ("eight", 8, 8),
     ],
 )
-def test_every_family_on_two_devices(name, interval, tmp_path):
-    case = (FAMILIES | MORE)[name]
+def test_every_family_on_several_devices(name, interval, shards, tmp_path):
+    """Eight share heads, groups and keys. Of replay's inputs, each has those of its own heads and of their group."""
+    case = (FAMILIES | MORE | {"eight": EIGHT})[name]
     directory = write_checkpoint(tmp_path, case)
-    llm = divided_llm(directory, case, 2, replay_interval=interval)
+    llm = divided_llm(directory, case, shards, replay_interval=interval)
     assert_greedy(answers(llm), directory)
-    if name in FAMILIES:
-        assert_divided(llm, 2)
+    if name not in MORE:
+        assert_divided(llm, shards)
         assert_lean(llm)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("interval", [slow(1), 8])
-def test_eight_devices_share_heads_groups_and_keys(interval, tmp_path):
-    """Also by replay, of whose inputs each device has those of its own heads and of the group that they share."""
-    directory = write_checkpoint(tmp_path, EIGHT)
-    llm = divided_llm(directory, EIGHT, 8, replay_interval=interval)
-    assert_greedy(answers(llm), directory)
-    assert_divided(llm, 8)
-    assert_lean(llm)
 
 
 TWENTY = Case(EIGHT.golden, EIGHT.changes | {"num_attention_heads": 20, "num_key_value_heads": 4})
