@@ -37,7 +37,7 @@ BY_DEFAULT = ("mamba2", "nemotronh", "zamba2")
 def test_divergence_of_bfloat16(case, request):
     if case.name not in BY_DEFAULT and not request.config.getoption("--slow"):
         pytest.skip("slow: run with --slow")
-    stepper = PromptStepper(case.load("bfloat16"), case.prompts, dtype=jnp.bfloat16, ssm_dtype=jnp.bfloat16)
+    stepper = PromptStepper(case.load("bfloat16"), case.prompts, dtype=jnp.bfloat16)
     stepper.reset()
     found = []
     # In pieces, so that the state is rounded to bfloat16 again and again.

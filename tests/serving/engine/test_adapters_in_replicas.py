@@ -39,13 +39,11 @@ def said(output):
 
 
 def run(group, adapters, salt=None):
-    return run_group(
-        group,
-        [
-            EngineRequest(f"{salt} {i}", PROMPT, GREEDY, cache_salt=salt, lora_request=adapter)
-            for i, adapter in enumerate(adapters)
-        ],
-    )
+    requests = [
+        EngineRequest(f"{salt} {i}", PROMPT, GREEDY, cache_salt=salt, lora_request=adapter)
+        for i, adapter in enumerate(adapters)
+    ]
+    return run_group(group, requests)
 
 
 def load(group, name, number):

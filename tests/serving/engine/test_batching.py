@@ -96,12 +96,9 @@ def test_decode_rows_and_padding():
 
 def test_drafts_are_wide_rows():
     batches = BatchBuilder(config(num_speculative_tokens=2))
-    batch = batches.decode(
-        [
-            decode_row(1, [1], tokens=[5], num_tokens=3, num_drafts=2, writes=[4, 5, 6]),
-            decode_row(2, [2], tokens=[5, 6], num_tokens=2, writes=[0, 7]),
-        ]
-    )
+    drafting = decode_row(1, [1], tokens=[5], num_tokens=3, num_drafts=2, writes=[4, 5, 6])
+    tail = decode_row(2, [2], tokens=[5, 6], num_tokens=2, writes=[0, 7])
+    batch = batches.decode([drafting, tail])
     assert batch.tokens.tolist()[:2] == [[5, -1, -1], [5, 6, -1]]
     assert batch.write_slot.tolist()[:2] == [[4, 5, 6], [0, 7, 0]]
     assert batch.num_drafts.tolist()[:2] == [2, 0]

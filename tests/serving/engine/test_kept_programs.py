@@ -27,10 +27,12 @@ def fresh():
         yield
 
 
+OPTIONS = {"tile_size": 16, "compiler_options": QUICK_COMPILE, "greedy": True}
+
+
 def programs_like(folder, compiled_for=None, **changes):
     """Programs that are kept in a folder; that of a decode step may be compiled for an engine."""
-    options = {"tile_size": 16, "compiler_options": QUICK_COMPILE, "greedy": True} | changes
-    programs = StepPrograms(engines_of(SMALLEST).model, **options)
+    programs = StepPrograms(engines_of(SMALLEST).model, **(OPTIONS | changes))
     programs.kept = KeptPrograms(folder, programs)
     if compiled_for is not None:
         programs.program(*copies(compiled_for), decode(compiled_for))
@@ -106,9 +108,7 @@ def test_programs_that_jax_has_cached_are_kept_whole(engine, tmp_path, monkeypat
     try:
         batch, results = decode(engine), []
         for keep in (False, True, True):
-            programs = StepPrograms(
-                engines_of(SMALLEST).model, tile_size=16, compiler_options=QUICK_COMPILE, greedy=True
-            )
+            programs = StepPrograms(engines_of(SMALLEST).model, **OPTIONS)
             store, rows = copies(engine)
             kept = keep_programs(programs) if keep else None
             programs.program(store, rows, batch)

@@ -27,9 +27,8 @@ EOS_OF_DEMO = 2
 def constraint(kind, reasoning, **form):
     tokenizer = TOKENIZERS[kind]
     answer = GRAMMARS[kind].start(StructuredOutputs(**form)) if form else None
-    return ReasoningConstraint(
-        reasoning, answer, tokenizer, mask_words(tokenizer.vocab_size), frozenset((EOS_OF_DEMO,))
-    )  # fmt: skip
+    words = mask_words(tokenizer.vocab_size)
+    return ReasoningConstraint(reasoning, answer, tokenizer, words, frozenset((EOS_OF_DEMO,)))
 
 
 def allowed(mask, size):
@@ -142,13 +141,8 @@ def test_an_engine(drafts):
         engine = engine_of(drafts, mode)
         for budget in (0, 3, 9):
             reasoning = {"begin": "(", "end": ")", "begun": True, "budget": budget}
-            params = SamplingParams(
-                temperature=1.0,
-                seed=budget,
-                max_tokens=30,
-                reasoning=reasoning,
-                structured_outputs={"regex": "[xyz]{2}"},
-            )
+            forms = {"reasoning": reasoning, "structured_outputs": {"regex": "[xyz]{2}"}}
+            params = SamplingParams(temperature=1.0, seed=budget, max_tokens=30, **forms)
             output = engine.add_request(f"{budget}", {"prompt_token_ids": [5, 6, 7]}, params)
             finish(engine)
             said[mode, budget] = [WORDS[token] for token in output.outputs[0].token_ids]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,17 +23,11 @@ class PromptStepper:
     """A model with its programs, for as many rows as there are prompts. `reset` before each use."""
 
     def __init__(
-        self,
-        model: HybridModel,
-        prompts: list[np.ndarray],
-        *,
-        dtype: Any = jnp.float32,
-        ssm_dtype: Any = jnp.float32,
-        programs: StepPrograms | None = None,
+        self, model: HybridModel, prompts: list[np.ndarray], *, dtype=jnp.float32, programs: StepPrograms | None = None
     ) -> None:
         self.model, self.prompts = model, prompts
         self.programs = programs or shared_programs(model, tile_size=TILE)
-        self._dtype, self._ssm_dtype = dtype, ssm_dtype
+        self._types = {"dtype": dtype, "ssm_dtype": dtype}
         lengths = [len(prompt) for prompt in prompts]
         self._tokens = -(-sum(lengths) // TILE) * TILE
         # A piece that begins and ends anywhere may touch one tile more than it would fill.
@@ -50,15 +42,8 @@ class PromptStepper:
         `adapters`: the entry of each row's adapter; None for programs without adapters.
         """
         count = len(self.prompts)
-        self.store = spoiled_store(
-            self.model.config,
-            num_slots=1 + self._tiles + 2 * count,
-            num_pages=1 + count * self._pages_per_row,
-            page_size=PAGE,
-            dtype=self._dtype,
-            ssm_dtype=self._ssm_dtype,
-            debug_state=True,
-        )
+        sizes = {"num_slots": 1 + self._tiles + 2 * count, "num_pages": 1 + count * self._pages_per_row}
+        self.store = spoiled_store(self.model.config, **sizes, page_size=PAGE, **self._types, debug_state=True)
         self.rows = init_rows(self.model.config, max_num_seqs=count, adapters=adapters is not None)
         for row, prompt in enumerate(self.prompts):
             sampling = sampling_row(prompt_length=len(prompt), logprobs=TOP, prompt_logprobs=TOP)
@@ -78,13 +63,8 @@ class PromptStepper:
         Returns:
             the step's output (its row j is the j-th piece), and the slot of each (row, tokens absorbed) kept.
         """
-        batch = PrefillBatch.empty(
-            tokens=self._tokens,
-            rows=len(self.prompts),
-            tiles=self._tiles,
-            pages_per_row=self._pages_per_row,
-            tile_size=TILE,
-        )
+        sizes = {"tokens": self._tokens, "rows": len(self.prompts), "tiles": self._tiles, "tile_size": TILE}
+        batch = PrefillBatch.empty(**sizes, pages_per_row=self._pages_per_row)
         written: dict[tuple[int, int], int] = {}
         token = tile = 0
         for j, (row, count) in enumerate(pieces.items()):

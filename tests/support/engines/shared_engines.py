@@ -41,16 +41,8 @@ TILE, PAGE, MAX_LEN, ROWS = 8, 8, 88, 6
 LONGEST = 24
 """Output tokens of a reference."""
 # 6 rows of up to 11 pages each share 14; 6 rows and their second slots take nearly all of 13.
-FLAGS = {
-    "tile_size": TILE,
-    "page_size": PAGE,
-    "max_model_len": MAX_LEN,
-    "max_num_seqs": ROWS,
-    "num_slots": 13,
-    "num_pages": 14,
-    "warmup": False,
-    "replay_interval": 1,
-}
+FLAGS = {"tile_size": TILE, "page_size": PAGE, "max_model_len": MAX_LEN, "max_num_seqs": ROWS}
+FLAGS |= {"num_slots": 13, "num_pages": 14, "warmup": False, "replay_interval": 1}
 PREFILL = PrefillShape(tokens=MAX_LEN + PAGE, rows=ROWS, tiles=(MAX_LEN + PAGE) // TILE + ROWS)
 SMALL_PREFILL = PrefillShape(tokens=2 * TILE, rows=2, tiles=4)
 
@@ -211,21 +203,11 @@ class SharedEngines:
         """
         key = (prompt, seed, sampling, adapter and adapter.lora_path)
         if key not in self._alone:
-            params = SamplingParams(
-                max_tokens=min(LONGEST, MAX_LEN - len(prompt)),
-                logprobs=2,
-                ignore_eos=True,
-                n=1 if seed is None else 3,
-                temperature=0.0 if seed is None else 0.9,
-                seed=seed,
-                **SAMPLINGS[sampling],
-            )
-            engine = self.engine(
-                "none",
-                state_block_size=32,
-                max_num_batched_tokens=MAX_LEN,
-                debug_state=TAGGED.get(self.name, (False,))[0],
-            )
+            drawn = {"temperature": 0.0} if seed is None else {"n": 3, "temperature": 0.9, "seed": seed}
+            length = min(LONGEST, MAX_LEN - len(prompt))
+            params = SamplingParams(max_tokens=length, logprobs=2, ignore_eos=True, **drawn, **SAMPLINGS[sampling])
+            tagged = TAGGED.get(self.name, (False,))[0]
+            engine = self.engine("none", state_block_size=32, max_num_batched_tokens=MAX_LEN, debug_state=tagged)
             output = engine.add_request("alone", {"prompt_token_ids": list(prompt)}, params, lora_request=adapter)
             finish(engine)
             self._alone[key] = [Continuation.of(choice) for choice in output.outputs]

@@ -15,8 +15,6 @@ from tests.support.engines.shared_engines import MAX_LEN, TILE, SharedEngines
 from tests.support.engines.step_programs import shared_programs
 from tests.support.models.golden_case import whole_log_probs
 
-MODEL = "nemotronh"
-
 
 @dataclass
 class Explained:
@@ -34,7 +32,7 @@ class VersionedEngine:
 
     def __init__(self, seed: int, **flags) -> None:
         self.rng = random.Random(seed)
-        shared = SharedEngines(MODEL)
+        shared = SharedEngines("nemotronh")
         shared.model = nnx.clone(shared.model)
         for leaf in parameters(shared.model).values():
             leaf.set_value(jnp.copy(leaf.get_value()))  # a clone's arrays are those of the model that others share
@@ -74,12 +72,10 @@ class VersionedEngine:
         steps = 0
         while len(outputs) < requests or engine.num_unfinished:
             while len(outputs) < requests and engine.num_unfinished < 8:
-                prompt = rng.choice(begun)[: rng.randrange(8, 49)] + [
-                    rng.randrange(90) for _ in range(rng.randrange(4))
-                ]
-                params = SamplingParams(
-                    max_tokens=rng.randrange(1, 16), logprobs=0, ignore_eos=True, temperature=rng.choice([0.0, 1.0])
-                )
+                prompt = rng.choice(begun)[: rng.randrange(8, 49)]
+                prompt += [rng.randrange(90) for _ in range(rng.randrange(4))]
+                drawn = {"max_tokens": rng.randrange(1, 16), "temperature": rng.choice([0.0, 1.0])}
+                params = SamplingParams(logprobs=0, ignore_eos=True, **drawn)
                 outputs.append(engine.add_request(f"r{len(outputs)}", {"prompt_token_ids": prompt}, params))
             engine.step()
             steps += 1
@@ -106,9 +102,8 @@ class VersionedEngine:
                     if version not in cached:
                         cached[version] = jax.device_put(self.weights(version))
                     known[version] = np.asarray(self._score(cached[version], row))[0, places, choice.token_ids]
-                off = np.abs(
-                    told - np.choose([sorted(known).index(v) for v in versions], [known[v] for v in sorted(known)])
-                )
+                chosen = np.choose([sorted(known).index(v) for v in versions], [known[v] for v in sorted(known)])
+                off = np.abs(told - chosen)
                 found.tokens += len(versions)
                 found.worst = max(found.worst, float(off.max()))
                 for version, scores in known.items():
