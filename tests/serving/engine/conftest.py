@@ -1,33 +1,24 @@
 """One harness for all tests of the engine."""
 
-from typing import TYPE_CHECKING
-
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from serving import LLM
-    from tests.support.engines.engine_harness import EngineHarness
-    from tests.support.engines.replicas import ReplicaMaker
 
 
 @pytest.fixture(scope="session")
-def harness() -> "EngineHarness":
+def harness():
     from tests.support.engines.engine_harness import EngineHarness
 
     return EngineHarness()
 
 
 @pytest.fixture(scope="module")
-def maker(harness: "EngineHarness") -> "ReplicaMaker":
+def maker(harness):
     from tests.support.engines.replicas import ReplicaMaker
 
     return ReplicaMaker(harness)
 
 
 @pytest.fixture(scope="module")
-def llm(harness: "EngineHarness") -> "LLM":
+def llm(harness):
     """The harness's engine as users of the library have it."""
     from serving import LLM
     from tests.support.engines.engines import use_widest_steps
@@ -40,7 +31,7 @@ def llm(harness: "EngineHarness") -> "LLM":
 
 
 @pytest.fixture(scope="module")
-def quick_compilation() -> "Iterator[None]":
+def quick_compilation():
     """Programs of engines are few, compile fast, leave sampling out until a request samples, and are saved."""
     from tests.support.engines.step_programs import few_programs, shared_programs
 
@@ -49,7 +40,7 @@ def quick_compilation() -> "Iterator[None]":
 
 
 @pytest.fixture
-def few_tokens_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_tokens_are_divided(monkeypatch):
     """Prefill divides its tokens over the devices, also by pairs, as it does with many tokens."""
     monkeypatch.setattr("mamba_jax.sharding.axis.LEAST_TOKENS", 4)
     for rule in ("is_less_work", "exchanges_less"):

@@ -65,14 +65,8 @@ async def test_reads_that_do_not_end_have_a_deadline_and_a_bound(monkeypatch):
     end.set()
 
 
-@pytest.fixture
-def engine(maker):
-    (engine,) = maker.make(replicas=1, enable_lora=True, max_loras=1, max_lora_rank=4)
-    return engine
-
-
-async def test_an_evicted_adapter_is_read_in_another_thread(harness, engine):
-    threads = []
+async def test_an_evicted_adapter_is_read_in_another_thread(harness, maker):
+    (engine,), threads = maker.make(replicas=1, enable_lora=True, max_loras=1, max_lora_rank=4), []
 
     def read(name, path):
         threads.append(threading.current_thread().name)

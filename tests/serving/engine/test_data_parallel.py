@@ -1,7 +1,6 @@
 """Replicas behind one front: the tokens of one engine, requests where their states are, errors that stay local."""
 
 import asyncio
-import contextlib
 import random
 import threading
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ from serving.engine.requests.request import EngineRequest
 from tests.support.engines.replicas import admitted, check_idle, run_group, serving
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-LENGTHS = [1, 7, 16, 31, 33, 48, 64, 65, 90]
 
 
 @pytest.fixture(scope="module")
@@ -24,18 +22,10 @@ def traffic(harness):
     """Prompts, some of which share beginnings, and what one engine says to each alone."""
     rng = random.Random(11)
     shared = [harness.prompt(rng, 48) for _ in range(2)]
-    prompts = [harness.prompt(rng, rng.choice(LENGTHS)) for _ in range(10)]
+    prompts = [harness.prompt(rng, rng.choice([1, 7, 16, 31, 33, 48, 64, 65, 90])) for _ in range(10)]
     prompts += [rng.choice(shared) + harness.prompt(rng, rng.randrange(1, 30)) for _ in range(10)]
     engine = harness.engine("none")
     return prompts, [harness.run(engine, [prompt], GREEDY)[0].outputs[0].token_ids for prompt in prompts]
-
-
-@contextlib.asynccontextmanager
-async def served(engines, *, sound=2):
-    """An `AsyncEngine` over replicas; afterwards nothing may be left in use on the first `sound` of them."""
-    async with serving(engines) as replicas:
-        yield replicas
-    check_idle(engines[:sound])
 
 
 async def last(replicas, prompt, params=GREEDY, **more):
@@ -63,7 +53,7 @@ async def test_a_prompt_goes_where_its_state_is(harness, maker):
     rng = random.Random(1)
     talks = [harness.prompt(rng, 64) for _ in range(4)]
     engines = maker.make()
-    async with served(engines) as replicas:
+    async with serving(engines) as replicas:
         for talk in talks:  # one at a time: by load alone, all would go to the first
             await last(replicas, talk)
         for talk in talks * 2:
@@ -80,7 +70,7 @@ async def test_choices_of_a_request_stay_together(harness, maker):
     params = SamplingParams(n=3, temperature=0.0, max_tokens=6, ignore_eos=True)
     prompt = harness.prompt(random.Random(3), 40)
     engines = maker.make()
-    async with served(engines) as replicas:
+    async with serving(engines) as replicas:
         outputs = await asyncio.gather(last(replicas, prompt, params), last(replicas, prompt[::-1], params))
         (alone,) = harness.run(harness.engine("all"), [prompt], params)
         assert [c.token_ids for c in outputs[0].outputs] == [c.token_ids for c in alone.outputs]
@@ -99,7 +89,7 @@ def test_requests_without_a_seed_draw_differently(maker):
 async def test_aborts_and_readers_that_leave(harness, maker):
     rng, gate = random.Random(5), threading.Event()
     long = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
-    async with served(maker.make()) as replicas:
+    async with serving(maker.make()) as replicas:
         streams = [replicas.generate({"prompt_token_ids": harness.prompt(rng, 20)}, long, x) for x in ("one", "two")]
         await anext(streams[0])
         # The second replica may have to compile its programs: the first request must not finish meanwhile.
@@ -128,7 +118,7 @@ async def test_aborts_and_readers_that_leave(harness, maker):
 
 async def test_the_numbers_have_whatever_has_been_answered(harness, maker):
     prompt = harness.prompt(random.Random(4), 20)
-    async with served(maker.make(replicas=1)) as replica:
+    async with serving(maker.make(replicas=1)) as replica:
         for count in range(1, 20):
             assert (await last(replica, prompt)).finished
             assert replica.latest_stats["finished"]["length"] == count
@@ -146,7 +136,7 @@ async def test_what_one_has_failed_at_stops_all(harness, maker):
     """As with one engine: the process says so, and is to be started again."""
     engines = maker.make()
     rng = random.Random(7)
-    async with served(engines, sound=1) as replicas:
+    async with serving(engines, sound=1) as replicas:
         long = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
         one = asyncio.create_task(last(replicas, harness.prompt(rng, 20), long))
         await asyncio.sleep(0.05)
@@ -184,7 +174,7 @@ def test_a_hanging_replica_does_not_stop_the_other(harness, maker):
 async def test_held_replicas_are_passed_over(harness, maker):
     engines = maker.make()
     rng = random.Random(8)
-    async with served(engines) as replicas:
+    async with serving(engines) as replicas:
         replicas.threads[0].call(lambda engine: engine.control.sleep(1)).result()
         for _ in range(3):
             await last(replicas, harness.prompt(rng, 20))
@@ -198,7 +188,7 @@ async def test_new_weights_come_to_all_under_one_version(harness, maker, monkeyp
     engines = maker.make(fresh=True)
     first = engines[0].loop.programs.weights
     prompt = harness.prompt(random.Random(10), 40)
-    async with served(engines) as replicas:
+    async with serving(engines) as replicas:
 
         async def both():
             outputs = await asyncio.gather(last(replicas, prompt), last(replicas, prompt, cache_salt="b"))

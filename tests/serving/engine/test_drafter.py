@@ -41,11 +41,6 @@ def drafters(tmp_path_factory):
     return {"eagle3": write_eagle(folder / "eagle3", target), **blocks}
 
 
-@pytest.fixture(scope="module")
-def drafter(drafters):
-    return str(drafters["eagle3"])
-
-
 def llm(drafter=None, method="eagle3", **flags):
     if drafter is not None:
         config = {"method": method.rstrip("2"), "model": str(drafter), "num_speculative_tokens": 3}
@@ -89,17 +84,17 @@ def test_tokens_are_those_without_drafts(drafters, plain, flags):
         ({"speculative_model": "DRAFTER", "speculative_method": "dflash"}, "kind eagle3, not dflash"),
     ],
 )
-def test_flags_that_do_not_fit(drafter, flags, message):
-    flags = {name: drafter if value == "DRAFTER" else value for name, value in flags.items()}
+def test_flags_that_do_not_fit(drafters, flags, message):
+    flags = {name: str(drafters["eagle3"]) if value == "DRAFTER" else value for name, value in flags.items()}
     with pytest.raises((ConfigError, CheckpointError), match=re.escape(message)) as error:
         LLM(str(GOLDEN), **(SIZES | flags))
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.full
-def test_weights_cannot_be_replaced(drafter):
+def test_weights_cannot_be_replaced(drafters):
     with pytest.raises(RequestError, match="the engine has a drafter"):
-        llm(drafter).update_weights(str(GOLDEN))
+        llm(drafters["eagle3"]).update_weights(str(GOLDEN))
 
 
 def test_a_plan_counts_the_drafter(tmp_path):

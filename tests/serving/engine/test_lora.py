@@ -40,11 +40,6 @@ def directory(tmp_path):
     return shutil.copytree(FIXTURES / FIXTURE / "adapter", tmp_path / "adapter")
 
 
-def strengthen(directory, alpha):
-    path = directory / CONFIG_FILE
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": alpha}))
-
-
 def alone(llm, prompt, request, salt):
     """What a request says that finds nothing in the cache."""
     (output,) = llm.generate(prompt, GREEDY, lora_request=request, cache_salt=salt)
@@ -147,7 +142,8 @@ def test_a_removed_adapter_is_read_again_with_its_old_content_only(llm, prompt, 
     llm.generate(prompt, GREEDY, lora_request=request)
     for name in ("second", "third"):
         llm.load_lora_adapter(name, str(directory))
-    strengthen(directory, 17)
+    config = directory / CONFIG_FILE
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_alpha": 17}))
     with pytest.raises(RequestError, match="have changed since it was loaded; load the adapter again"):
         llm.generate(prompt, GREEDY, lora_request=request)
     llm.load_lora_adapter("first", str(directory))

@@ -70,20 +70,6 @@ def test_files_of_quantization_tools_say_what_transformers_says_of_their_weights
     assert bool(output.num_cached_tokens) == (mode != "none")
 
 
-@pytest.fixture(scope="module")
-def large_keys(tmp_path_factory):
-    """A checkpoint whose keys and values are too large for 8 bits, wide, and what says by what to divide them."""
-    config = config_of("granite")
-    description, _ = METHODS["compressed FP8 channel"]
-    directory, _ = write_quantized(tmp_path_factory.mktemp("keys"), config, {}, description, kv_scales=64.0)
-    tensors = {name: np.array(view) for name, view in load_file(directory / "model.safetensors").items()}
-    for name, value in tensors.items():
-        for part, factor in (("q_proj", 2.0**-12), ("k_proj", 2.0**12), ("v_proj", 2.0**12), ("o_proj", 2.0**-12)):
-            if f"self_attn.{part}.weight" in name:
-                tensors[name] = (value.astype(np.float32) * factor).astype(value.dtype)
-    return directory, tensors
-
-
 def said(directory, **flags):
     """Log-probabilities of a prompt's tokens by the engine, which reads keys and values from pages."""
     llm = LLM(directory, **(FLAGS | {"max_num_batched_tokens": 32} | flags))
@@ -94,8 +80,15 @@ def said(directory, **flags):
 
 @pytest.mark.usefixtures("few_tokens_are_divided")
 @pytest.mark.full
-def test_keys_and_values_in_8_bits_are_divided_by_the_checkpoints_scales(large_keys, tmp_path):
-    directory, tensors = large_keys
+def test_keys_and_values_in_8_bits_are_divided_by_the_checkpoints_scales(tmp_path):
+    """Those of a checkpoint whose keys and values are too large for 8 bits, and which says by what to divide them."""
+    description, _ = METHODS["compressed FP8 channel"]
+    directory, _ = write_quantized(tmp_path / "keys", config_of("granite"), {}, description, kv_scales=64.0)
+    tensors = {name: np.array(view) for name, view in load_file(directory / "model.safetensors").items()}
+    for name, value in tensors.items():
+        for part, factor in (("q_proj", 2.0**-12), ("k_proj", 2.0**12), ("v_proj", 2.0**12), ("o_proj", 2.0**-12)):
+            if f"self_attn.{part}.weight" in name:
+                tensors[name] = (value.astype(np.float32) * factor).astype(value.dtype)
     save_file(tensors, directory / "model.safetensors")
     wide = said(directory)
     rounded = said(directory, kv_cache_dtype="fp8")

@@ -106,18 +106,6 @@ def test_divided_weights_stay_divided(members, checkpoint):
     assert {path: value.sharding for path, value in divided.engine.loop.programs.weights.items()} == places
 
 
-def changed(directory, tmp_path):
-    """A directory with other weights of the same model, in float32, and its tensors."""
-    rng = np.random.default_rng(3)
-    tensors = {
-        name: (value * rng.uniform(0.5, 1.5, value.shape)).astype(np.float32)
-        for name, value in load_file(directory / "model.safetensors").items()
-    }
-    shutil.copytree(directory, tmp_path / "changed", ignore=shutil.ignore_patterns("model.safetensors", "adapter"))
-    save_file(tensors, tmp_path / "changed" / "model.safetensors")
-    return tmp_path / "changed", tensors
-
-
 @pytest.mark.smoke
 @pytest.mark.parametrize(
     ("model", "dtype", "quantization"),
@@ -131,7 +119,13 @@ def changed(directory, tmp_path):
 )
 def test_new_weights_are_rounded_as_loaded_ones(tmp_path, model, dtype, quantization):
     """From arrays by either names, of NumPy or JAX, and from a directory."""
-    directory, tensors = changed(GOLDEN / model, tmp_path)
+    rng, directory = np.random.default_rng(3), tmp_path / "changed"
+    tensors = {
+        name: (value * rng.uniform(0.5, 1.5, value.shape)).astype(np.float32)
+        for name, value in load_file(GOLDEN / model / "model.safetensors").items()
+    }
+    shutil.copytree(GOLDEN / model, directory, ignore=shutil.ignore_patterns("model.safetensors", "adapter"))
+    save_file(tensors, directory / "model.safetensors")
     flags = FLAGS | {"dtype": dtype, "quantization": quantization, "quantization_exclude": "q_proj"}
     fresh = LLM(directory, **flags).weights_checksum()
     held = LLM(GOLDEN / model, **flags)
@@ -246,9 +240,8 @@ def test_a_pause_keeps_aborts_or_waits():
     assert aborted in engine.step()
     assert aborted.outputs[0].finish_reason == "abort"
     control.resume()
-    rest = engine.add_request(
-        "rest", {"prompt_token_ids": [*aborted.prompt_token_ids, *aborted.outputs[0].token_ids]}, long
-    )
+    begun = [*aborted.prompt_token_ids, *aborted.outputs[0].token_ids]
+    rest = engine.add_request("rest", {"prompt_token_ids": begun}, long)
     finish(engine)
     assert rest.num_cached_tokens > 0
 

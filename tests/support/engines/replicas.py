@@ -56,13 +56,14 @@ def run_group(group: ReplicaGroup, requests: list[EngineRequest]) -> list[Reques
 
 
 @contextlib.asynccontextmanager
-async def serving(engines: Engine | list[Engine]) -> AsyncIterator[AsyncEngine]:
-    """An `AsyncEngine`, which ends with the block."""
+async def serving(engines: Engine | list[Engine], *, sound: int | None = None) -> AsyncIterator[AsyncEngine]:
+    """An `AsyncEngine`, which ends with the block. Nothing may be left in use on the first `sound` of the engines."""
     served = AsyncEngine(engines)
     try:
         yield served
     finally:
         await asyncio.to_thread(served.shutdown)
+    check_idle(served.engines[:sound])
 
 
 def check_idle(engines: list[Engine]) -> None:
