@@ -99,16 +99,24 @@ def test_a_convolution_cut_in_equal_thirds(tmp_path):
 def test_draft_layer_is_kept_when_stored_and_dropped_when_not(directory):
     assert load(directory).mtp is not None
     stored = load_file(directory / "model.safetensors")
-    save_file({n: v for n, v in stored.items() if not n.startswith("mtp.")}, directory / "model.safetensors")
+    others = {name: value for name, value in stored.items() if not name.startswith("mtp.")}
+    save_file(others, directory / "model.safetensors")
     model = load(directory)
     assert model.mtp is None
     assert model.config.mtp_pattern == ""
+    # One tensor of it is enough to say that the others are missing; what is none of its tensors is not ignored.
+    one = "mtp.layers.0.enorm.weight"
+    save_file(others | {one: stored[one], "mtp.extra": stored[one]}, directory / "model.safetensors")
+    text = message(load, directory)
+    assert "missing: mtp.layers.0." in text
+    assert "1 unexpected: mtp.extra" in text
 
 
-def test_a_draft_layer_with_tables_of_its_own(directory):
+@pytest.mark.parametrize("name", ["embeddings", "embed_tokens"])
+def test_a_draft_layer_with_tables_of_its_own(directory, name):
     stored = load_file(directory / "model.safetensors")
     embed, head = (stored["lm_head.weight"] * factor for factor in (2, 3))
-    save_file(stored | {"mtp.embed_tokens.weight": embed, "mtp.lm_head.weight": head}, directory / "model.safetensors")
+    save_file(stored | {f"mtp.{name}.weight": embed, "mtp.lm_head.weight": head}, directory / "model.safetensors")
     model = load(directory)
     np.testing.assert_array_equal(model.mtp.embed.weight[...], embed)
     np.testing.assert_array_equal(model.draft_head.weight[...], head)

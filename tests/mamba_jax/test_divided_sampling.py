@@ -14,8 +14,7 @@ from flax import nnx
 from mamba_jax.config import MOE, HybridConfig
 from mamba_jax.modules.feed_forward import MoE, rows_at_once
 from mamba_jax.sampling import choose, count_tokens, largest, report_logprobs
-from mamba_jax.sampling.masks import MaskBatch, apply_masks, init_masks, mask_words, write_masks
-from mamba_jax.sampling.table import init_sampling_table
+from mamba_jax.sampling.masks import MaskBatch, init_masks, mask_words, write_masks
 from mamba_jax.sharding import make_mesh, use_mesh
 from mamba_jax.sharding.across import ShardedModule, across
 from mamba_jax.sharding.axis import split_last
@@ -186,51 +185,6 @@ def test_devices_exchange_only_what_they_have_found():
     exchanged = [line for line in text.splitlines() if " all-gather(" in line or " all-reduce(" in line]
     assert len(exchanged) == 1
     assert "s32[4,3,16]" in exchanged[0] or "s32[12,16]" in exchanged[0]
-
-
-ODD, SEATS = 70, 4
-
-
-def written(allowed: np.ndarray, seats):
-    """Masks of these seats; `allowed` [seats, heads, vocab] as words."""
-    batch, count = MaskBatch.empty(rows=4, heads=HEADS, vocab_size=ODD), len(seats)
-    padded = np.pad(allowed, ((0, 0), (0, 0), (0, mask_words(ODD) * 32 - ODD)))
-    batch.row_id[:count] = seats
-    batch.bits[:count] = np.packbits(padded, axis=-1, bitorder="little").view(np.uint32)
-    return write_masks(init_masks(SEATS + 1, HEADS, ODD), batch)
-
-
-def test_only_masked_seats_change():
-    rng = np.random.default_rng(3)
-    allowed = rng.random((2, HEADS, ODD)) < 0.3
-    masks = written(allowed, [3, 1])
-    assert masks.on.tolist() == [False, True, False, True, False]
-    logits = rng.normal(size=(4, HEADS, ODD)).astype(np.float32)
-    after = np.asarray(apply_masks(jnp.asarray(logits), masks, jnp.array([1, 2, 3, 0])))
-    np.testing.assert_array_equal(after[1], logits[1])
-    np.testing.assert_array_equal(after[3], logits[3])
-    np.testing.assert_array_equal(after[0], np.where(allowed[1], logits[0], -np.inf))
-    np.testing.assert_array_equal(after[2], np.where(allowed[0], logits[2], -np.inf))
-    one_head = np.asarray(apply_masks(jnp.asarray(logits[:, :1]), masks, jnp.array([1, 2, 3, 0])))
-    np.testing.assert_array_equal(one_head, after[:, :1])
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_what_is_not_allowed_is_never_chosen(temperature):
-    """Drafts that are not allowed are rejected, even where the model wants them most."""
-    allowed = np.zeros((1, HEADS, ODD), bool)
-    allowed[0, :, 40:50] = True
-    logits = np.random.default_rng(3).normal(size=(1, HEADS, ODD)).astype(np.float32)
-    logits[0, 0, 45] = logits[0, 1, 5] = 50.0
-    table = dataclasses.replace(init_sampling_table(SEATS + 1), temperature=jnp.full(SEATS + 1, temperature))
-    drafts, seat = jnp.array([[45, 5]]), jnp.array([2])
-    asked = asked_of(table, logits.shape, drafts=drafts, row_id=seat, masks=written(allowed, [2]))
-    emission = choose(jnp.asarray(logits), asked)
-    assert emission.accepted.tolist() == [1]
-    first, second, third = emission.tokens[0].tolist()
-    assert first == 45
-    assert 40 <= second < 50
-    assert third == -1
 
 
 HIDDEN, TOKENS, DEVICES = 16, 1100, 8

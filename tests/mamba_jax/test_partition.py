@@ -77,19 +77,6 @@ def test_what_nothing_declares_is_refused():
         layer.placement("weight")
 
 
-@pytest.mark.parametrize(
-    ("name", "shards", "message"),
-    [
-        ("nemotron-h-8b", 3, "does not divide this model's 128 Mamba heads"),
-        ("falcon-h1-34b", 8, "does not divide this model's 20 attention heads"),
-        ("nemotron-h-8b", 64, "does not divide this model's 32 attention heads"),
-    ],
-)
-def test_what_does_not_divide_is_refused(name, shards, message):
-    with pytest.raises(ModelConfigError, match=f"tensor_parallel_size {shards} {message}"):
-        Partition.of(load_config(name), shards)
-
-
 HIDDEN = 32
 ATTENTION = AttentionConfig(num_heads=20, num_kv_heads=4, head_dim=8, scale=0.3, input_size=HIDDEN)
 CONFIG = HybridConfig(

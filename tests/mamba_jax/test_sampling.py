@@ -130,13 +130,6 @@ def test_greedy_verification(drafts, num_drafts, want):
         assert (int(out.count[0]), int(out.accepted[0])) == (emitted, emitted - 1)
 
 
-def test_rows_that_do_not_sample_emit_nothing():
-    out = run(np.eye(VOCAB)[[[4, 5, 6, 7]] * 2], [{}, {}], drafts=[[4, 5, 6]] * 2, sample=[False, True])
-    np.testing.assert_array_equal(out.count, [0, 4])
-    np.testing.assert_array_equal(out.accepted, [0, 3])
-    np.testing.assert_array_equal(out.tokens, [[-1] * 4, [4, 5, 6, 7]])
-
-
 def test_a_seeded_row_does_not_depend_on_its_batch_mates():
     rng = np.random.default_rng(2)
     logits = rng.normal(size=(40, 1, VOCAB))

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mamba_jax.drafts import MTPDrafts
-from tests.support.fleets.step_host import Host, assert_holds, expected_logprobs, greedy
-from tests.support.models.tiny_configs import FOR_ENGINES, VOCAB
+from tests.support.fleets.step_host import Host, assert_holds, greedy
+from tests.support.models.tiny_configs import VOCAB
 
 PROMPT = tuple(int(t) for t in np.random.default_rng(2).integers(0, VOCAB, 13))
 
@@ -57,21 +56,6 @@ def test_every_state_lands_in_its_slot_and_the_next_step_reads_the_last_kept_one
     assert not out.tag_error
 
 
-def test_missing_drafts_are_rejected_and_fewer_may_be_fed():
-    host, want = start()
-    mate = {"row_id": 2, "tokens": [want[0], want[1]], "drafts": 1, "c": len(PROMPT), "read": 1, "writes": [6, 7]}
-    out = host.decode(
-        FED | {"tokens": [want[0], want[1], -1, want[3]], "drafts": 3},
-        mate | host.sharing(1, 3),
-        {"row_id": 3, "tokens": [want[0]], "c": len(PROMPT), "read": 1, "writes": [8]} | host.sharing(2, 3),
-    )
-    assert out.tokens[0].tolist() == [*want[1:3], -1, -1]
-    assert out.tokens[1].tolist() == [*want[1:3], -1, -1]
-    assert out.tokens[2].tolist() == [want[1], -1, -1, -1]
-    assert out.kept[:3].tolist() == [2, 2, 1]
-    assert host.rows.slot[1:4].tolist() == [3, 7, 8]
-
-
 def test_certain_tokens_before_drafts_are_all_kept():
     """A tail of two certain tokens with two drafts."""
     host, want = start()
@@ -89,47 +73,6 @@ def test_unused_slots_are_not_written():
     assert_holds(host, 5, (*PROMPT, *want[:4]))
     for untouched in (2, 4):
         assert np.isnan(host.slot(untouched)[0]).all()
-
-
-def test_logprobs_of_accepted_drafts_and_of_the_token_after_them():
-    host, want = start(logprobs=2)
-    out = host.decode(FED | {"tokens": [*want[:2], wrong(want[2]), 0], "drafts": 3})
-    expected = expected_logprobs((*PROMPT, *want[:3]))[-3:]
-    for j in range(2):
-        np.testing.assert_allclose(out.logprobs[0, j], expected[j, want[1 + j]], atol=1e-4)
-        best = np.argsort(-expected[j])[:20]
-        np.testing.assert_array_equal(out.top_ids[0, j], best)
-        np.testing.assert_allclose(out.top_logprobs[0, j], expected[j, best], atol=1e-4)
-
-
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "random"])
-def test_penalties_count_accepted_drafts_and_forget_rejected_ones(sampling):
-    counts, seen = np.zeros(VOCAB, np.int32), np.zeros(VOCAB, bool)
-    seen[list(PROMPT)] = True
-    penalties = {"frequency_penalty": 0.1, "output_counts": counts, "prompt_seen": seen}
-    host, _ = start(**penalties, **sampling)
-    first = int(host.rows.last_token[1])
-    want = greedy((*PROMPT, first), 3)
-    out = host.decode(FED | {"tokens": [first, *want[:1], *map(wrong, want[1:])], "drafts": 3})
-    emitted = [first, *out.tokens[0][out.tokens[0] >= 0].tolist()]
-    np.testing.assert_array_equal(host.rows.output_counts[1], np.bincount(emitted, minlength=VOCAB))
-
-
-def test_drafts_do_not_change_what_a_penalized_greedy_row_says():
-    """Draft j is judged with the drafts before it counted, as they would have been one step at a time."""
-    counts, seen = np.zeros(VOCAB, np.int32), np.zeros(VOCAB, bool)
-    strong = {"presence_penalty": 4.0, "repetition_penalty": 1.5, "output_counts": counts, "prompt_seen": seen}
-    host, _ = start(**strong)
-    said = [int(host.rows.last_token[1])]
-    for _ in range(7):
-        said.append(int(host.decode({"continues": True, "writes": [1]}).tokens[0, 0]))
-    host, _ = start(**strong)
-    host.rows = host.with_drafts(1, said[1:4])
-    out = host.decode({"continues": True, "drafts": 3, "writes": [2, 3, 4, 5]})
-    assert out.tokens[0].tolist() == said[1:5]
-    host.rows = host.with_drafts(1, [said[5], wrong(said[6]), said[7]])
-    out = host.decode({"continues": True, "drafts": 3, "writes": [2, 3, 4, 5]})
-    assert out.tokens[0].tolist() == [*said[5:7], -1, -1]
 
 
 R = 8
@@ -174,18 +117,6 @@ def test_outputs_and_anchors_are_those_of_snapshots(rights):
         assert not out.tag_error
 
 
-@pytest.mark.parametrize("length", range(6, 13))
-def test_windows_reach_over_the_anchor(length):
-    """From every distance of the prompt's end to a multiple, one token at a time: windows come from both sides."""
-    host, want = anchored(prompt=PROMPT[:length], count=13, logprobs=2)
-    for step in range(12):
-        out = host.decode({"continues": True, "writes": [2 + step]})
-        assert out.tokens[0, 0] == want[step + 1]
-        expected = expected_logprobs((*PROMPT[:length], *want[: step + 1]))[-1]
-        np.testing.assert_allclose(out.logprobs[0, 0], expected[want[step + 1]], atol=1e-4)
-    assert anchor(host)[1] == (length + 12) // R * R
-
-
 def test_the_host_may_name_anchor_and_tokens():
     """A row that does not continue: what the host says counts, and the tail is there."""
     host, want = anchored()
@@ -206,13 +137,6 @@ def test_a_row_may_write_over_its_own_anchor():
     assert_holds(host, 1, [*PROMPT, *want[:3]])
 
 
-def test_a_row_without_tokens_samples_from_its_slot():
-    host, want = anchored()
-    host.decode({"row_id": 2, "c": len(PROMPT), "read": 1, "writes": [], "table": host.table(0)})
-    assert int(host.rows.last_token[2]) == want[0]
-    assert anchor(host, 2) == (1, 13, 13)
-
-
 def test_wrong_anchors_and_tails_are_seen():
     def error(**change):
         host, _ = anchored()
@@ -230,20 +154,6 @@ def test_wrong_anchors_and_tails_are_seen():
     host.decode({"continues": True, "writes": [0]})
     host.decode({"continues": True, "writes": [0]})
     assert host.decode({"continues": True, "writes": [0]}).tag_error  # a multiple of R, and nowhere to write
-
-
-def test_drafts_by_the_draft_layer_see_the_hidden_state_before_them():
-    """What the layer says under replay is what it says under snapshots, step by step."""
-    said = []
-    for interval in (None, R):
-        host, _ = start(Host(FOR_ENGINES["smallest"], source=MTPDrafts(), interval=interval))
-        drafts = []
-        for _ in range(8):
-            drafts.append(np.asarray(host.rows.drafts[1]).tolist())
-            writes = [2 + len(drafts)] if interval else [4 * len(drafts) + i for i in range(4)]
-            host.decode({"continues": True, "drafts": 3, "writes": writes})
-        said.append((drafts, int(host.rows.length[1])))
-    assert said[0] == said[1]
 
 
 def test_nothing_beyond_what_counts_is_looked_at():
