@@ -127,32 +127,6 @@ def test_debug_mode_sees_a_slot_that_two_rows_share():
             assert error(step, tokens, *crossed)
 
 
-def test_prompt_logprobs_over_chunks():
-    host = Host()
-    prompt = PROMPT[:20]
-    want = expected_logprobs(prompt)
-    ids = {1: [3, 8], 2: [5, 1, 12]}
-    host.seat(1, prompt_logprobs=0, prompt_logprob_ids=ids[1])
-    host.seat(2, prompt_logprobs=5, prompt_logprob_ids=ids[2])
-    for i, (begin, end) in enumerate(((0, 11), (11, 12), (12, 20))):
-        out = host.prefill(
-            {"tokens": PROMPT[:7], "write": 1},
-            {"tokens": prompt[begin:end], "c": begin, "read": 2 + i if begin else 0, "write": 3 + i},
-        )
-        got = out.prompt_logprobs
-        # Of the row's own ids: the first row has the same first tokens.
-        np.testing.assert_allclose(got.of_ids[1:7, :2], want[:6, ids[1]], atol=1e-4)
-        for t in range(begin, end):
-            if t == 0:
-                continue  # the first token has no probability
-            at = 7 + t - begin
-            np.testing.assert_allclose(got.token[at], want[t - 1, prompt[t]], atol=1e-4)
-            best = np.argsort(-want[t - 1])[:20]
-            np.testing.assert_array_equal(got.top_ids[at], best)
-            np.testing.assert_allclose(got.top[at], want[t - 1, best], atol=1e-4)
-            np.testing.assert_allclose(got.of_ids[at, :3], want[t - 1, ids[2]], atol=1e-4)
-
-
 def test_penalties_count_what_was_emitted():
     host = Host()
     counts, seen = np.zeros(VOCAB, np.int32), np.zeros(VOCAB, bool)

@@ -120,7 +120,7 @@ OTHERS: tuple[tuple[str, tuple[str, ...], str, Callable[[Any], Any]], ...] = (
     ("K2", KERNELS, "kernels_pallas.expert_choice.xla:_in_best_groups", lambda sound: lambda scores, rule: scores),
     ("M1", MODELS, "mamba_jax.sampling.table:_key",
      lambda sound: lambda seed, choice: sound(seed & 0xFFFFFFFF, choice)),
-    ("M2", MODELS, "mamba_jax.step.prefill:prompt_logprobs", _ids_of_the_first_row),
+    ("M2", ("tests/serving/engine/test_requests.py",), "mamba_jax.step.prefill:prompt_logprobs", _ids_of_the_first_row),
     ("M3", MODELS, "mamba_jax.step.run:_layout", _adapters_of_other_rows),
     ("M4", MODELS, "mamba_jax.step.run:_head_adapters", _adapters_of_other_rows),
 )  # fmt: skip

@@ -71,13 +71,14 @@ def test_stop_ids_and_end_of_sequence(harness, engine, greedy, monkeypatch):
 @pytest.mark.parametrize("alternatives", [None, 2])
 def test_prompt_logprobs_of_given_ids(harness, engine, alternatives):
     rng = random.Random(6)
-    prompt, others = harness.prompt(rng, 100), harness.prompt(rng, 100)  # prefilled in several chunks, with neighbors
+    prompt, others = harness.prompt(rng, 100), harness.prompt(rng, 20)  # prefilled in several chunks, with neighbors
     ids = [996, 0, prompt[5], *rng.sample(range(997), 125)]
     plain = SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=0)
     asked = replace(plain, n=2, prompt_logprob_token_ids=ids, prompt_logprobs=alternatives)
     harness.run(engine, [others, prompt, others], [plain, replace(plain, n=2), plain])
     compiled = engine.stats()["compilations"]
-    outputs = harness.run(engine, [others, prompt, others], [plain, asked, plain])
+    neighbor = replace(plain, prompt_logprob_token_ids=[7])
+    outputs = harness.run(engine, [others, prompt, others], [neighbor, asked, neighbor])
     assert engine.stats()["compilations"] == compiled
     tables = outputs[1].prompt_logprobs
     expected = harness.log_probs(prompt)
@@ -89,8 +90,11 @@ def test_prompt_logprobs_of_given_ids(harness, engine, alternatives):
         assert [token for token, entry in table.items() if entry.rank] == best or alternatives
         for token, entry in table.items():
             assert entry.logprob == pytest.approx(expected[at - 1, token], abs=2e-4)
+    expected = harness.log_probs(others)
     for output in (outputs[0], outputs[2]):
-        assert all(list(table) == [token] for token, table in zip(others[1:], output.prompt_logprobs[1:], strict=True))
+        for at, table in enumerate(output.prompt_logprobs[1:], start=1):
+            assert list(table) == list(dict.fromkeys([others[at], 7]))
+            assert table[7].logprob == pytest.approx(expected[at - 1, 7], abs=2e-4)
 
 
 UNKNOWN = "997 is not in the vocabulary (0 to 996)"
