@@ -139,8 +139,6 @@ def test_from_parameters_names_what_is_wrong():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"pattern": "MX"}, "layer pattern 'MX'"),
-        ({"pattern": ""}, "has no layers"),
         ({"mtp_pattern": "M"}, "layer pattern 'M'"),
         ({"moe": None}, "needs the description of moe"),
         ({"vocab_size": 0}, "vocab_size is 0"),

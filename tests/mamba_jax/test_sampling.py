@@ -99,15 +99,6 @@ def test_processors_equal_the_definition():
             np.testing.assert_allclose(got[i, head], weights, rtol=1e-4, atol=1e-37, err_msg=str(p))
 
 
-def test_rows_without_filters_keep_their_weights_next_to_rows_with_filters():
-    logits = jnp.asarray(np.random.default_rng(1).normal(size=(2, 1, VOCAB)), jnp.float32)
-    table = table_of({"temperature": 1.0}, {"temperature": 1.0, "top_k": 3, "top_p": 0.5, "min_p": 0.1})
-    table = table.take(jnp.array([1, 2]))
-    counts, seen = jnp.ones((2, VOCAB), jnp.int32), jnp.ones((2, VOCAB), bool)
-    got = processed(logits, table, jnp.zeros((2, 1), jnp.int32), counts, seen, jnp.zeros((2, 0), jnp.int32))
-    np.testing.assert_array_equal(got[0], weights_of(logits, table.temperature)[0])
-
-
 @pytest.mark.parametrize(
     ("drafts", "num_drafts", "want"),
     [
