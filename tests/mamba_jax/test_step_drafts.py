@@ -16,12 +16,12 @@ FED = {"c": len(PROMPT), "read": 1, "writes": [2, 3, 4, 5]}
 """A row whose tokens come from the host, after its prompt."""
 
 
-def start(host=None, prompt=PROMPT, count=5, **sampling):
-    """A host whose row 1 has absorbed its prompt in slot 1 and sampled a token; and what greedy goes on with."""
+def start(host=None, count=5):
+    """A host whose row 1 has absorbed the prompt in slot 1 and sampled a token; and what greedy goes on with."""
     host = host or Host()
-    host.seat(1, **sampling)
-    host.prefill({"tokens": prompt, "write": 1})
-    return host, greedy(prompt, count)
+    host.seat(1)
+    host.prefill({"tokens": PROMPT, "write": 1})
+    return host, greedy(PROMPT, count)
 
 
 def wrong(token):
@@ -78,13 +78,13 @@ def test_unused_slots_are_not_written():
 R = 8
 
 
-def anchored(host=None, **options):
+def anchored():
     """The same of a host whose rows are held by an anchor and the inputs since."""
-    return start(host or Host(interval=R), **{"count": 22} | options)
+    return start(Host(interval=R), count=22)
 
 
-def anchor(host, row_id=1):
-    return int(host.rows.slot[row_id]), int(host.rows.anchor[row_id]), int(host.rows.length[row_id])
+def anchor(host):
+    return int(host.rows.slot[1]), int(host.rows.anchor[1]), int(host.rows.length[1])
 
 
 @pytest.mark.smoke

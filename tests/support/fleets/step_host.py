@@ -177,8 +177,8 @@ def state_after(tokens, config=STEP):
     return host.slot(1)
 
 
-def assert_holds(host, slot, tokens, atol=1e-4):
+def assert_holds(host, slot, tokens):
     """Slot `slot` holds S(n) of exactly these tokens."""
     for have, want in zip(host.slot(slot), state_after(tuple(tokens), host.config), strict=True):
-        np.testing.assert_allclose(have, want, atol=atol, rtol=1e-4)
+        np.testing.assert_allclose(have, want, atol=1e-4, rtol=1e-4)
     assert int(host.store.tags[slot, 1]) == len(tokens)

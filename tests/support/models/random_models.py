@@ -47,9 +47,9 @@ def random_module(make: Callable[[], Any], *, scale: float) -> tuple[Any, dict[s
 
 
 @functools.cache
-def random_model(config: HybridConfig, dtype: Any = jnp.float32) -> HybridModel:
+def random_model(config: HybridConfig) -> HybridModel:
     """A model with random weights everywhere, those included that begin as ones or zeros."""
-    return random_module(lambda: HybridModel(config, rngs=nnx.Rngs(0), dtype=dtype), scale=0.3)[0]
+    return random_module(lambda: HybridModel(config, rngs=nnx.Rngs(0), dtype=jnp.float32), scale=0.3)[0]
 
 
 @functools.cache
