@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +20,6 @@ from tests.serving.hosts.test_follower import follower_of
 from tests.serving.hosts.test_link import sockets
 from tests.serving.hosts.test_wire import VOCAB, builder
 
-ROOT = Path(__file__).resolve().parents[3]
 # That is how the threads of a lost host end here.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
@@ -161,7 +159,7 @@ def test_a_process_that_is_frozen_or_killed_is_lost(monkeypatch, how, stage, wan
     monkeypatch.setattr(host_group, "_LOADING_TIMEOUT", 6.0)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         command = [sys.executable, "-c", FROZEN, str(listening.getsockname()[1]), stage]
-        other = subprocess.Popen(command, cwd=ROOT)
+        other = subprocess.Popen(command)
         try:
             leader = Watched(0, {1: Link(listening.accept()[0], 5)}, host_timeout=2)
             if stage == "serving":

@@ -24,7 +24,6 @@ from tests.support.waiting import line_of
 
 pytestmark = pytest.mark.full
 
-ROOT = Path(__file__).resolve().parents[3]
 MTP = {"num_speculative_tokens": 2, "speculative_method": "mtp"}
 NGRAM = {"num_speculative_tokens": 2, "speculative_method": "ngram"}
 
@@ -35,7 +34,7 @@ class Hosts(contextlib.ExitStack):
     def __init__(self, folder: Path, count: int, directory: Path, rounds: list[dict], **job) -> None:
         super().__init__()
         port = free_port()
-        environment = os.environ | {"XLA_FLAGS": QUICK_XLA_FLAGS, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+        environment = os.environ | {"XLA_FLAGS": QUICK_XLA_FLAGS, "JAX_PLATFORMS": "cpu"}
         self.logs = [folder / f"host-{host}.log" for host in range(count)]
         self.processes = []
         for host, log in enumerate(self.logs):

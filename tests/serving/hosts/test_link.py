@@ -60,9 +60,8 @@ def test_a_leader_must_know_the_key_too(pair, monkeypatch):
     proof = link_module._proof
 
     def forged(key, role, *rest):
-        return bytes(32) if role == b"leader" and threading.current_thread() is threading.main_thread() else proof(
-            key, role, *rest
-        )  # fmt: skip
+        forges = role == b"leader" and threading.current_thread() is threading.main_thread()
+        return bytes(32) if forges else proof(key, role, *rest)
 
     monkeypatch.setattr(link_module, "_proof", forged)
     assert str(greet(pair, KEY, KEY)["follower"]) == "has a wrong key"

@@ -16,7 +16,6 @@ from tests.support.waiting import comes_true
 
 pytestmark = pytest.mark.full
 
-ROOT = Path(__file__).resolve().parents[3]
 SECONDS, GRACE = 8, 2
 MISSING = "host 1 did not connect in time"
 LATE = "the hosts did not connect within 8 s: a host was not started, cannot be reached or has ended"
@@ -28,7 +27,6 @@ def server():
     """A process that has imported JAX, of which all hosts are forks: importing takes longer than a meeting."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_PLATFORMS", "cpu")
-        patch.setenv("PYTHONPATH", str(ROOT))
         FORKED.set_forkserver_preload([main.__module__])
         forkserver.ensure_running()
     yield
@@ -47,7 +45,7 @@ class Meeting(contextlib.ExitStack):
         for host in (0, 1):
             self.reach("started", host)
         for host in (0,) if stage == "started" else (0, 1):
-            self.go_on(host)
+            self.pipes[host].send(None)
 
     def start(self, stage, name, host):
         job = {"coordinator": f"127.0.0.1:{self.port}", "num_hosts": 2, "host_id": host, "grace": GRACE}
@@ -60,9 +58,6 @@ class Meeting(contextlib.ExitStack):
         self.callback(process.kill)
         self.processes.append(process)
         self.pipes.append(pipe)
-
-    def go_on(self, host):
-        self.pipes[host].send(None)
 
     def reach(self, stage, host=1):
         """Waits until a host is there."""
@@ -117,7 +112,7 @@ def test_an_orderly_end_is_no_abort(tmp_path, frozen):
             os.kill(hosts.processes[1].pid, signal.SIGSTOP)
             state = Path(f"/proc/{hosts.processes[1].pid}/stat")  # on a busy machine, a thread may go on for a moment
             assert comes_true(lambda: state.read_text().rpartition(")")[2].split()[0] == "T")
-        hosts.go_on(0)
+        hosts.pipes[0].send(None)
         status, log = hosts.leader_ends()
         assert (status, "host 1 is lost: it " in log) == (int(frozen), frozen), log
         if not frozen:
@@ -130,7 +125,7 @@ def test_a_second_process_of_a_number_is_refused_and_the_group_goes_on(tmp_path)
         for host in (0, 1):
             hosts.reach("met", host)
         hosts.start(None, "twin", 1)
-        hosts.go_on(2)
+        hosts.pipes[2].send(None)
         hosts.processes[2].join(60)
         assert hosts.processes[2].exitcode
         assert "already run; is --host-id 1 taken" in (tmp_path / "twin.log").read_text()

@@ -6,7 +6,7 @@ import signal
 import httpx
 import pytest
 
-from tests.support.fleets.processes import Process, client, free_port, streamed, worker
+from tests.support.fleets.processes import Process, client, free_port, running, streamed, worker
 
 pytestmark = pytest.mark.slow
 PROMPT = "Tom has 5 apples."
@@ -28,12 +28,8 @@ def test_two_hosts_are_one_server_and_end_in_order(tmp_path):
     with Pair(tmp_path, num_speculative_tokens=2, speculative_method="ngram") as pair:
         leader, follower = pair.hosts
         leader.wait_until_ready()
-        single = worker("", tmp_path)
-        single.wait_until_ready()
-        try:
+        with running(worker("", tmp_path)) as (single,):
             expected = streamed(single, PROMPT)
-        finally:
-            single.close()
         assert streamed(leader, PROMPT) == expected
         assert streamed(leader, PROMPT) == expected
         form = {"structured_outputs": {"regex": "[0-9]{4}"}}

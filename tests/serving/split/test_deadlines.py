@@ -5,6 +5,7 @@ import socket
 import struct
 import threading
 import time
+from functools import partial
 
 import httpx
 import jax
@@ -31,16 +32,12 @@ SPECS = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in ARRAYS]
 HEADER = transports._header(SPECS)
 
 
-def drip(content: bytes = b""):
+def drip(content, connection):
     """Sends its content at 20 bytes a second, and then nothing more."""
-
-    def serve(connection):
-        for byte in content:
-            connection.sendall(bytes([byte]))
-            time.sleep(0.05)
-        time.sleep(60)
-
-    return serve
+    for byte in content:
+        connection.sendall(bytes([byte]))
+        time.sleep(0.05)
+    time.sleep(60)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +51,7 @@ def drip(content: bytes = b""):
 )
 def test_a_fetch_ends_in_time(content, error):
     transport = TcpTransport()
-    with listener(drip(content)) as port:
+    with listener(partial(drip, content)) as port:
         begin = time.monotonic()
         with pytest.raises(TransportError, match=error):
             transport.fetch(f"127.0.0.1:{port}", 1, SPECS, 0.7)
@@ -63,10 +60,10 @@ def test_a_fetch_ends_in_time(content, error):
 
 
 @pytest.mark.parametrize(
-    "serve", [drip(), drip(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n" + b"x: y\r\n" * 1000)]
+    "content", [b"", b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n" + b"x: y\r\n" * 1000]
 )
-async def test_an_answer_ends_in_time(serve):
-    with listener(serve) as port:
+async def test_an_answer_ends_in_time(content):
+    with listener(partial(drip, content)) as port:
         begin = time.monotonic()
         with pytest.raises(SplitError, match="did not answer"):
             await HttpPeer.connect(f"http://127.0.0.1:{port}", BASE, timeout=0.5)
@@ -91,9 +88,6 @@ def test_a_slow_reader_is_not_served_for_ever(monkeypatch):
         assert comes_true(lambda: threading.active_count() <= before, 10), "a reader is still being served"
         del idle
     transport.close()
-
-
-# -- damage and lies --
 
 
 @pytest.mark.parametrize("place", [4 + len(HEADER) + 100, -10, -1, 6])

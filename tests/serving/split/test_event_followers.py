@@ -64,7 +64,7 @@ def message(kind, **fields) -> bytes:
 
 
 HEAD = message("snapshot", block=B, weights=0)
-NAME = "0" * 40
+NAME, NO_NUMBERS = "0" * 40, ("Infinity", "1e999", "[" * 100_000)
 BLOCK_OF = 'event: snapshot\ndata: {"block": %s, "weights": 0}\n\n'
 TAIL_OF = 'event: stored\ndata: {"tier": "device", "states": [["%s", "%s", 0, %s]]}\n\n'
 
@@ -83,14 +83,8 @@ TAIL_OF = 'event: stored\ndata: {"tier": "device", "states": [["%s", "%s", 0, %s
         HEAD + message("stored", tier="device", states=7),
         HEAD + message("evicted", tier="device", states=[3]),
         HEAD + b"x" * (1 << 21),
-        *(
-            (BLOCK_OF % value).encode()
-            for value in ("Infinity", "1e999", "NaN", '"4"', "4.0", "[" * 100_000, "9" * 5000)
-        ),
-        *(
-            HEAD + (TAIL_OF % (NAME, NAME, value)).encode()
-            for value in ("Infinity", "1e999", "-4", "{}", "[" * 100_000)
-        ),
+        *((BLOCK_OF % value).encode() for value in (*NO_NUMBERS, "NaN", '"4"', "4.0", "9" * 5000)),
+        *(HEAD + (TAIL_OF % (NAME, NAME, value)).encode() for value in (*NO_NUMBERS, "-4", "{}")),
     ],
     ids=lambda said: said[-60:].decode()[:30].strip(),
 )

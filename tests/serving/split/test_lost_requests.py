@@ -13,7 +13,6 @@ from tests.support.servers.fake_workers import BODY, Workers, all_of, ask, asked
 
 STREAM = BODY | {"stream": True}
 CUT = httpx.RemoteProtocolError("Server disconnected without sending a response.")
-NOT_READY = httpx.Response(503, json={})
 
 
 def exhausted() -> httpx.ConnectError:
@@ -54,7 +53,7 @@ async def test_requests_lost_at_the_same_moment_end_no_other_request():
 
 @pytest.mark.parametrize(
     ("ready", "up"),
-    [(httpx.Response(200), True), (NOT_READY, False), (httpx.ConnectError("refused"), False)],
+    [(httpx.Response(200), True), (httpx.Response(503, json={}), False), (httpx.ConnectError("refused"), False)],
     ids=["ready", "not ready", "refused"],
 )
 async def test_the_health_check_after_a_lost_request_decides(ready, up):

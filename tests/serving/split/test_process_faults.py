@@ -50,9 +50,8 @@ def test_states_that_do_not_come_as_they_should(fleet, fault):
     fleet.assert_at_rest()
 
 
-MIB = 1 << 20
 SAMPLES = 30
-MOST_DESCRIPTORS, MOST_BYTES = 12, 48 * MIB
+MOST_DESCRIPTORS, MOST_BYTES = 12, 48 << 20
 """By which the last third of the time may have more than the second one, at its median."""
 
 

@@ -55,13 +55,11 @@ def test_an_application_answers():
 
 
 def test_settings_go_to_all_who_have_them():
-    found = Arguments.of(
-        {
-            "model": "demo", "prefill": "1-4", "decode": 2, "resources": {"TPU": 4}, "lease": 7.0, "on_failure": "fail",
-            "handoff": "recompute-last", "api_key": "for-clients", "max_body_bytes": 2048, "max_num_seqs": 3,
-            "drain_timeout": 4.0,
-        }
-    )  # fmt: skip
+    found = Arguments.of({
+        "model": "demo", "prefill": "1-4", "decode": 2, "resources": {"TPU": 4}, "lease": 7.0, "on_failure": "fail",
+        "handoff": "recompute-last", "api_key": "for-clients", "max_body_bytes": 2048, "max_num_seqs": 3,
+        "drain_timeout": 4.0,
+    })  # fmt: skip
     both = {"api_key": "for-clients", "max_body_bytes": 2048, "drain_timeout": 4.0}
     secret = found.split["split_secret"]
     assert len(secret) >= 32

@@ -128,9 +128,6 @@ def test_pairs_that_cannot_exchange_states_are_told_once(caplog):
         ask(strict)
 
 
-# -- time, blame and trust --
-
-
 async def test_what_waits_for_a_worker_that_goes_down_goes_to_another():
     """As a stopped process: the connection stands, and nothing comes."""
     workers = Workers(p1={"/split/prefill": slow(60)}, d1={"/v1/completions": slow(60)})

@@ -76,13 +76,8 @@ class Front:
     """A router in a thread, until `stack` is left."""
 
     def __init__(self, stack, servers, prefill=(), **settings) -> None:
-        urls = {"decode": servers, "prefill": prefill}
-        chosen = RouterSettings.create(
-            **{role: tuple(server.url for server in these) for role, these in urls.items()},
-            split_secret=SECRET,
-            check_interval=0.1,
-            **settings,
-        )
+        urls = {"decode": tuple(each.url for each in servers), "prefill": tuple(each.url for each in prefill)}
+        chosen = RouterSettings.create(**urls, split_secret=SECRET, check_interval=0.1, **settings)
         app = create_router(chosen)
         self.relay = app.state.relay
         _, self.url = stack.enter_context(running(app, chosen, leave=self.relay.leave))

@@ -115,8 +115,6 @@ def test_lending_takes_memory_only_where_it_is_asked_for():
     assert lending["reserved_bytes"] == 2 * plain["reserved_bytes"]
 
 
-# -- the router's part --
-
 PROMPT = list(range(40))
 TICKET = Ticket(id="t", worker="http://a", handoff="full", prompt_token_ids=PROMPT, position=30, lease=9.0, shared=True)
 SHARED = httpx.Response(200, json=TICKET.model_dump())

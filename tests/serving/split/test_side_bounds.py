@@ -14,7 +14,6 @@ from serving.split.http.routes import PrefillRequest, WorkerPrompt
 from serving.split.prefill_side import PrefillSide, TooMany
 from serving.split.wire import SplitTimeout, StateRequest
 from tests.serving.split.test_manifest import BASE
-from tests.support.engines.engines import finish
 from tests.support.fleets.split_pair import B, Pair, assert_as_alone, tokens
 from tests.support.servers.fake_workers import until
 
@@ -45,9 +44,7 @@ def test_leases_run_out():
     assert side.sweep() == 2
     assert side.stats.expired == 2
     assert not transport.offered
-    output = pair.add(PROMPT, held)
-    finish(pair.decode)
-    assert_as_alone(PROMPT, output)
+    assert_as_alone(PROMPT, pair.run(PROMPT, ticket=held))
     assert pair.decode_side.stats.failed == 1
     pair.assert_idle()
 
@@ -115,11 +112,9 @@ def test_who_does_not_answer_is_not_asked_by_the_next_ones():
 
 
 def test_a_request_that_has_waited_long_enough_waits_no_more():
-    pair = Pair("all")
-    ticket = pair.compute(tokens(60, B + 3)).model_copy(update={"patience": 1e-9})
-    output = pair.add(tokens(60, B + 3), ticket)
-    finish(pair.decode)
-    assert_as_alone(tokens(60, B + 3), output)
+    pair, prompt = Pair("all"), tokens(60, B + 3)
+    ticket = pair.compute(prompt).model_copy(update={"patience": 1e-9})
+    assert_as_alone(prompt, pair.run(prompt, ticket=ticket))
     assert pair.decode_side.stats.failed == 1
     pair.prefill_side.release(ticket.id, wanted=False)
     pair.assert_idle()
@@ -167,8 +162,7 @@ def no_prompt(monkeypatch):
 
 async def test_clients_that_leave_at_any_moment_leave_no_places_taken(no_prompt):
     rng = random.Random(3)
-    side = a_side(max_kept=200, lease=60.0)
-    context = a_context(lambda: rng.random() * 0.002)
+    side, context = a_side(max_kept=200, lease=60.0), a_context(lambda: rng.random() * 0.002)
 
     async def one():
         await asyncio.sleep(rng.random() * 0.5)
@@ -185,8 +179,7 @@ async def test_clients_that_leave_at_any_moment_leave_no_places_taken(no_prompt)
 
 
 async def test_a_prompt_that_is_not_computed_in_time_is_given_up(no_prompt):
-    side = a_side(lease=60.0)
-    context = a_context(lambda: 0.05)
+    side, context = a_side(lease=60.0), a_context(lambda: 0.05)
     late = BODY.model_copy(update={"seconds": 0.15})
     with pytest.raises(ApiError, match="in time") as error:
         await routes._prefill(context, side, late, {})
@@ -196,8 +189,7 @@ async def test_a_prompt_that_is_not_computed_in_time_is_given_up(no_prompt):
 
 
 async def test_a_lease_does_not_run_out_while_its_prompt_is_computed(no_prompt):
-    side = a_side(lease=0.2, max_lease=60.0)
-    context = a_context(lambda: 0.1)  # half a second for the prompt
+    side, context = a_side(lease=0.2, max_lease=60.0), a_context(lambda: 0.1)  # half a second for the prompt
     working = asyncio.create_task(routes._prefill(context, side, BODY, {}))
     expired = 0
     while not working.done():

@@ -52,8 +52,7 @@ def test_hits_of_a_shorter_prefix(warm, handoff):
 
 def test_marks_keep_states_where_a_prompt_is_computed_and_are_counted():
     pair, place = Pair("all"), B + 3
-    output = pair.add(PROMPT, pair.compute(PROMPT, marks=(Mark(place, 300.0),)))
-    finish(pair.decode)
+    output = pair.run(PROMPT, ticket=pair.compute(PROMPT, marks=(Mark(place, 300.0),)))
     assert_as_alone(PROMPT, output)
     assert output.cache_write_tokens == {300.0: place}
     assert pair.compute([*PROMPT[:place], *tokens(2, 9)]).cached_tokens == place

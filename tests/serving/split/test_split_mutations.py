@@ -94,8 +94,6 @@ def published_at_once(whole, host, request, match):
 
 fault(11, seen_with=(test_sides.half,))(replaced(decode_side, "_verify", lambda *_: None))
 fault(12, seen_with=(test_sides.damaged,))(replaced(decode_side, "checksums", lambda arrays: mock.ANY))
-
-
 fault(14, seen_with=("queued",))(replaced(Scheduler, "pop_unneeded_remotes", lambda self: []))
 fault(15)(replaced(RemoteLoad, "valid", True))
 fault(16, seen_with=({"ssm_dtype": "bfloat16"}, "--ssm-dtype"))(

@@ -40,10 +40,6 @@ def test_other_tickets_are_refused(wrong):
     assert refused.value.status == 400
 
 
-def refusing(code):
-    return mock.AsyncMock(side_effect=ApiError(503, "no room", code=code))
-
-
 @pytest.mark.parametrize(
     ("more", "number"),
     [
@@ -57,22 +53,21 @@ def test_only_prompts_without_scores_can_be_handed_over(more, number):
 
 
 async def test_a_prefill_worker_answers_with_a_ticket():
-    compute = mock.AsyncMock(return_value=TICKET)
-    transfer = prefilling(SEAL, compute)
+    full, late, broken = (ApiError(503, "no room", code=code) for code in ("too_many_states", "too_late", None))
+    compute = mock.AsyncMock(side_effect=[TICKET, full, late, broken])
+    transfer, asked = prefilling(SEAL, compute), {"do_remote_decode": True}
     assert await transfer("completions", 1, {"do_remote_decode": False}, REQUEST) is None
     assert await transfer("completions", 1, "", REQUEST) is None
-    answer = json.loads((await transfer("completions", 1, {"do_remote_decode": True}, REQUEST)).body)
+    answer = json.loads((await transfer("completions", 1, asked, REQUEST)).body)
     assert ticket_of(SEAL, answer["kv_transfer_params"]) == TICKET
     assert answer["usage"]["prompt_tokens"] == 2
-    for busy in ("too_many_states", "too_late"):
-        failing = prefilling(SEAL, refusing(busy))
-        answer = json.loads((await failing("completions", 1, {"do_remote_decode": True}, REQUEST)).body)
-        assert answer["kv_transfer_params"] == {}
-    with pytest.raises(ApiError, match="no room"):
-        await prefilling(SEAL, refusing(None))("completions", 1, {"do_remote_decode": True}, REQUEST)
-    several = json.loads((await transfer("completions", 2, {"do_remote_decode": True}, REQUEST)).body)
+    several = json.loads((await transfer("completions", 2, asked, REQUEST)).body)
     assert several["kv_transfer_params"] == {}
     compute.assert_awaited_once_with("completions", REQUEST)
+    for _ in (full, late):
+        assert json.loads((await transfer("completions", 1, asked, REQUEST)).body)["kv_transfer_params"] == {}
+    with pytest.raises(ApiError, match="no room"):
+        await transfer("completions", 1, asked, REQUEST)
 
 
 async def test_a_decode_worker_without_the_state_computes_or_fails():

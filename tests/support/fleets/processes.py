@@ -56,13 +56,9 @@ class Process:
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK_XLA_FLAGS}
         program = ["serving.cli"] if stages is None else ["tests.support.servers.stoppable_worker", str(stages)]
         self.log_file = log_to / f"{arguments[0]}-{self.port}.log"
+        command = [sys.executable, "-m", *program, *arguments, "--port", str(self.port)]
         with self.log_file.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", *program, *arguments, "--port", str(self.port)],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-            )
+            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
     def wait_until_ready(self, seconds: float = 240.0) -> None:
         def ready() -> bool:

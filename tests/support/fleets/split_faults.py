@@ -1,5 +1,6 @@
 """A small fleet of processes under load, and what may go wrong in it."""
 
+import contextlib
 import random
 import signal
 import time
@@ -193,13 +194,10 @@ class LoadedFleet(Fleet):
         def one(number: int) -> None:
             rng = random.Random(f"{seed} {number}")
             body = {"prompt": rng.choice(PROMPTS), "max_tokens": 200, "stream": True, "cache_salt": f"{seed} {number}"}
-            try:
-                with httpx.Client(timeout=rng.uniform(0.005, 0.3)) as client:
-                    with client.stream("POST", f"{self.front.url}/v1/completions", json=body) as answer:
-                        for _ in zip(range(rng.randrange(4)), answer.iter_lines(), strict=False):
-                            pass
-            except httpx.HTTPError:
-                pass
+            with contextlib.suppress(httpx.HTTPError), httpx.Client(timeout=rng.uniform(0.005, 0.3)) as client:
+                with client.stream("POST", f"{self.front.url}/v1/completions", json=body) as answer:
+                    for _ in zip(range(rng.randrange(4)), answer.iter_lines(), strict=False):
+                        pass
 
         with ThreadPoolExecutor(12) as pool:
             list(pool.map(one, range(count)))

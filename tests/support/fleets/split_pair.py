@@ -29,22 +29,12 @@ from tests.support.models.letter_tokens import EOS, letters
 from tests.support.models.random_models import long_memory_model
 from tests.support.models.tiny_configs import ENGINE_VOCAB, FOR_ENGINES
 
-VOCAB, MAX_LEN = ENGINE_VOCAB, 96
-B, TILE, PAGE = 16, 8, 8
+B, TILE, MAX_LEN = 16, 8, 96
 FLAGS = {
-    "tile_size": TILE,
-    "state_block_size": B,
-    "page_size": PAGE,
-    "max_model_len": MAX_LEN,
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 48,
-    "num_slots": 34,
-    "num_pages": 40,
-    "debug_state": True,
-    "warmup": False,
-    "prompt_lookup_min": 1,
-    "replay_interval": 1,
-}
+    "tile_size": TILE, "state_block_size": B, "page_size": 8, "max_model_len": MAX_LEN, "max_num_seqs": 4,
+    "max_num_batched_tokens": 48, "num_slots": 34, "num_pages": 40, "debug_state": True, "warmup": False,
+    "prompt_lookup_min": 1, "replay_interval": 1,
+}  # fmt: skip
 CONFIG = FOR_ENGINES["nemotronh"]
 DRAFTERS = {name: FOR_ENGINES[name] for name in ("dflash", "eagle3")}
 """Models with a drafter whose keys and values have another shape than the model's."""
@@ -191,9 +181,9 @@ class Pair:
         """What a request waits for that goes on from a ticket's state."""
         return self.decode_side.accept(self.peer, ticket)
 
-    def run(self, prompt, handoff="full", params=GREEDY):
-        """A whole request; its output."""
-        output = self.add(prompt, self.compute(prompt, handoff), params)
+    def run(self, prompt, handoff="full", ticket=None):
+        """A whole request, from the state of a ticket if one is given; its output."""
+        output = self.add(prompt, ticket or self.compute(prompt, handoff))
         finish(self.decode)
         return output
 
@@ -241,4 +231,4 @@ def assert_as_alone(prompt, output, what=""):
 def tokens(seed: int, count: int) -> list[int]:
     """A fixed sequence: longer ones begin with shorter ones."""
     rng = random.Random(seed)
-    return [rng.randrange(VOCAB) for _ in range(count)]
+    return [rng.randrange(ENGINE_VOCAB) for _ in range(count)]

@@ -51,24 +51,10 @@ class Host:
         self.replay = None if interval is None else Replay(interval, num_drafts)
         self.programs = programs_of(config, source)
         # Everything is garbage until it is written; the null slot and page are the worst garbage, for good.
-        self.store = spoiled_store(
-            config,
-            num_slots=500,
-            num_pages=500,
-            page_size=PAGE,
-            dtype=jnp.float32,
-            debug_state=True,
-            replay=self.replay,
-            num_tails=0 if interval is None else 9,
-        )
-        self.rows = init_rows(
-            config,
-            max_num_seqs=8,
-            num_speculative_tokens=num_drafts,
-            source=source,
-            max_len=PREFILL_TOKENS,
-            replay=interval is not None,
-        )
+        sizes = {"num_slots": 500, "num_pages": 500, "page_size": PAGE, "num_tails": 0 if interval is None else 9}
+        self.store = spoiled_store(config, **sizes, dtype=jnp.float32, debug_state=True, replay=self.replay)
+        sizes = {"max_num_seqs": 8, "num_speculative_tokens": num_drafts, "max_len": PREFILL_TOKENS}
+        self.rows = init_rows(config, **sizes, source=source, replay=interval is not None)
         self.pages_per_row = PAGES_PER_ROW if self.store.kv else 0
 
     def table(self, row):
@@ -122,12 +108,8 @@ class Host:
         """Each row is a dict: row_id, continues, tokens (certain, then drafts), drafts (how many), c, read, writes; and
         anchor (how much of c is in the slot read) under replay.
         """
-        batch = DecodeBatch.empty(
-            rows=DECODE_ROWS,
-            num_speculative_tokens=self.num_drafts,
-            pages_per_row=self.pages_per_row,
-            replay=self.replay is not None,
-        )
+        sizes = {"rows": DECODE_ROWS, "num_speculative_tokens": self.num_drafts, "pages_per_row": self.pages_per_row}
+        batch = DecodeBatch.empty(**sizes, replay=self.replay is not None)
         for i, row in enumerate(rows):
             tokens, drafts = row.get("tokens", []), row.get("drafts", 0)
             batch.row_id[i], batch.continues[i] = row.get("row_id", i + 1), row.get("continues", False)
