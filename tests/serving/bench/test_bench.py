@@ -15,12 +15,8 @@ from serving.bench import latency
 from serving.bench.report import check_plot
 from serving.cli.bench import PROGRAMS
 from serving.cli.main import run
+from tests.support.models.tiny_configs import TRAINABLE
 from tests.support.servers.live_server import running
-
-TINY = {
-    "model_type": "mamba2", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_heads": 4, "head_dim": 16,
-    "state_size": 16, "n_groups": 1,
-}  # fmt: skip
 
 
 def lines_of(text: str) -> list[dict]:
@@ -47,7 +43,7 @@ def test_wrong_options_are_exit_code_2():
 
 @pytest.mark.full
 def test_throughput(tmp_path, capfd):
-    model, plot = write_random(tmp_path / "tiny", TINY), tmp_path / "plot.svg"
+    model, plot = write_random(tmp_path / "tiny", TRAINABLE), tmp_path / "plot.svg"
     flags = ["tile_size=8", "state_block_size=16", "max_num_seqs=2", "max_model_len=64", "page_size=8"]
     sizes = ["--prompts", "2", "--prompt-tokens", "20", "--output-tokens", "3", "--shared", "16", "--reps", "2"]
     engine = [word for flag in flags for word in ("--engine", flag)]

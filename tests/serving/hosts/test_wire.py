@@ -30,16 +30,12 @@ def whole(batch, number=0):
     return b"".join(Sender().to_bytes(number, batch))
 
 
-def filled(batch):
-    """The same batch with other numbers in it."""
-    rng = np.random.default_rng(0)
-    return jax.tree.map(lambda x: (rng.integers(0, 2, np.shape(x)) * 1).astype(x.dtype)[()], batch)
-
-
 @pytest.mark.parametrize("changes", [{}, {"num_speculative_tokens": 3}, {"replay_interval": 8}, {"num_pages": 0}])
 def test_every_batch_comes_out_as_it_went_in(changes):
-    kinds, reading = set(), Receiver(builder(**changes).warm_up_batches(VOCAB))
-    for number, batch in enumerate(map(filled, builder(**changes).warm_up_batches(VOCAB))):
+    rng, kinds, reading = np.random.default_rng(0), set(), Receiver(builder(**changes).warm_up_batches(VOCAB))
+    for number, warming in enumerate(builder(**changes).warm_up_batches(VOCAB)):
+        # The same batch with other numbers in it.
+        batch = jax.tree.map(lambda x: (rng.integers(0, 2, np.shape(x)) * 1).astype(x.dtype)[()], warming)
         again, found = reading.from_bytes(whole(batch, number))
         assert again == number
         assert look_of(found) == look_of(batch), "the same program"
@@ -52,9 +48,7 @@ def test_every_batch_comes_out_as_it_went_in(changes):
 
 def test_a_seat_keeps_its_numbers():
     params = SamplingParams(temperature=0.7, seed=5, presence_penalty=0.5, logit_bias={3: 1.5})
-    seat = builder().seat(
-        2, params, seed=1 << 60, choice=1, prompt=[1, 2], output=[3], stop_ids=[4], vocab_size=VOCAB
-    )  # fmt: skip
+    seat = builder().seat(2, params, seed=1 << 60, choice=1, prompt=[1, 2], output=[3], stop_ids=[4], vocab_size=VOCAB)
     _, found = RECEIVER.from_bytes(whole(seat))
     assert float(found.sampling.temperature) == pytest.approx(0.7)
     assert found.output_counts.tolist() == seat.output_counts.tolist()

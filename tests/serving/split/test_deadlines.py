@@ -78,15 +78,13 @@ async def test_an_answer_ends_in_time(content):
 def test_a_slow_reader_is_not_served_for_ever(monkeypatch):
     monkeypatch.setattr(transports, "_SERVING", 0.5)
     transport = TcpTransport()
-    big = jnp.zeros((8 << 20,), jnp.float32)
-    transport.offer(5, [big])
+    transport.offer(5, [jnp.zeros((8 << 20,), jnp.float32)])
     before = threading.active_count()
     host, port = transport.address.split(":")
-    with socket.create_connection((host, int(port))) as idle, socket.create_connection((host, int(port))) as slow:
+    with socket.create_connection((host, int(port))), socket.create_connection((host, int(port))) as slow:
         slow.sendall(struct.pack("!Q", 5))
         slow.recv(10)
         assert comes_true(lambda: threading.active_count() <= before, 10), "a reader is still being served"
-        del idle
     transport.close()
 
 

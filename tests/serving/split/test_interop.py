@@ -135,9 +135,8 @@ def servers(folder):
 
 @pytest.fixture(scope="module", params=["vllm-router", "dynamo"])
 def front(request, folder, servers):
-    front = Front(request.param, folder, {"agg": servers})
-    yield front
-    front.close()
+    with contextlib.closing(Front(request.param, folder, {"agg": servers})) as front:
+        yield front
 
 
 @pytest.fixture(scope="module")
@@ -246,14 +245,10 @@ def test_prefill_and_decode(folder, alone, name):
     roles = {role: [worker(role, folder, f"--split-secret={SECRET}", "--transport=tcp", **ENGINE)]
              for role in ("prefill", "decode")}  # fmt: skip
     (prefill,), (decode,) = roles.values()
-    with running(prefill, decode):
-        front = Front(name, folder, roles)
-        try:
-            before = decode.get("/split/status", AUTH)["arrived"]
-            assert traffic(front, alone, 24) == Outcomes(right=24)
-            assert decode.get("/split/status", AUTH)["arrived"] >= before + 11
-            prefill.kill()
-            outcomes = traffic(front, alone, 12)
-            assert (len(outcomes.errors), outcomes.wrong) == (12, []), "docs/fleets.md says that all are lost"
-        finally:
-            front.close()
+    with running(prefill, decode), contextlib.closing(Front(name, folder, roles)) as front:
+        before = decode.get("/split/status", AUTH)["arrived"]
+        assert traffic(front, alone, 24) == Outcomes(right=24)
+        assert decode.get("/split/status", AUTH)["arrived"] >= before + 11
+        prefill.kill()
+        outcomes = traffic(front, alone, 12)
+        assert (len(outcomes.errors), outcomes.wrong) == (12, []), "docs/fleets.md says that all are lost"

@@ -17,10 +17,11 @@ B = 4
 class Reader:
     """A router that indexes blocks as vLLM's do: by their hashes, contiguous from a beginning, without counts."""
 
-    def __init__(self) -> None:
+    def __init__(self, events=()) -> None:
         self.blocks: dict[str, dict[int, tuple[int | None, tuple[int, ...]]]] = {}
         self.ends: set[tuple[str, int]] = set()
         """Of the second group: media and blocks in which states end."""
+        self.read(events)
 
     def read(self, events) -> None:
         for event in events:
@@ -81,8 +82,7 @@ def test_a_reader_knows_the_blocks_that_lead_to_states_and_no_others(seed):
                 link = journal._blocks[link].parent
         assert known == needed
         assert reader.ends == ends
-        fresh = Reader()
-        fresh.read(journal.present())
+        fresh = Reader(journal.present())
         assert fresh.blocks.get("GPU", {}) == reader.blocks.get("GPU", {}), "a replay is what was read"
         assert fresh.ends == ends
     assert known
@@ -116,16 +116,13 @@ def test_tokens_salts_and_tiers_are_told():
 
 def test_a_reader_that_is_far_behind_begins_anew(monkeypatch):
     monkeypatch.setattr("serving.split.kv_events._MOST_CHANGES", 3)
-    loop, journal, reader = Loop(), KvJournal(B), Reader()
+    loop, journal = Loop(), KvJournal(B)
     loop.scheduler.tell(journal)
     for number in range(12):
         loop.run([number % 9, *range(8)], max_tokens=1)
     events = journal.take()
     assert events[0] == {"type": "AllBlocksCleared"}
-    reader.read(events)
-    fresh = Reader()
-    fresh.read(journal.present())
-    assert reader.blocks == fresh.blocks
+    assert Reader(events).blocks == Reader(journal.present()).blocks
 
 
 @pytest.mark.parametrize("wrong", ["[]", "{", '{"topics": "x"}', '{"publisher": "kafka"}', '{"hwm": 0}'])

@@ -122,8 +122,7 @@ def test_an_error_raised_in_the_router_blames_no_worker(error, status, path):
     with pytest.raises(ApiError) as refused:
         ask(over)
     assert refused.value.status == status
-    workers = (*over.fleet.prefill, *over.fleet.decode)
-    assert [(worker.up, worker.failures) for worker in workers] == [(True, 0)] * 4
+    assert [(each.up, each.failures) for each in (*over.fleet.prefill, *over.fleet.decode)] == [(True, 0)] * 4
 
 
 def test_a_worker_gets_no_more_requests_than_its_connections_allow():

@@ -18,12 +18,12 @@ from tests.support.servers.fake_workers import PROMPT, B, Servers, all_of, fleet
 pytestmark = pytest.mark.usefixtures("publish_soon")
 
 
-def placement(*names, prefill=(), **settings):
-    return Placement(fleet_of(Servers(), decode=names, prefill=prefill, **settings), None)
+def placement(*names):
+    return Placement(fleet_of(Servers(), decode=names), None)
 
 
 def found(place, tokens=100, **positions) -> PromptMatch:
-    workers = {worker.url[-1]: worker for worker in (*place.fleet.decode, *place.fleet.prefill)}
+    workers = {worker.url[-1]: worker for worker in place.fleet.decode}
     return PromptMatch({
         workers[name]: Resumable(at, position, frozenset([tier]))
         for at, (name, (position, tier)) in enumerate(positions.items())

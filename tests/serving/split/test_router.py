@@ -61,15 +61,6 @@ async def test_what_a_router_has_loaded_is_not_collected_during_requests(monkeyp
         assert frozen
 
 
-def test_the_routers_own_key_is_not_lent_to_clients():
-    workers = Workers(d1={"/split/expect": httpx.Response(409, json={})})
-    over = relay(workers, decode=("d1",))
-    over.fleet.headers = {"Authorization": "Bearer router"}
-    ask(over)
-    keys = {request.url.path: request.headers.get("authorization") for request in workers.requests}
-    assert {path: key for path, key in keys.items() if key} == {"/split/release": "Bearer router"}
-
-
 def test_workers_are_chosen_by_the_prompts_beginning():
     fleet = [Remote(f"http://{i}", "decode") for i in range(5)]
     keys = [f"prompt {i}".encode() for i in range(200)]
@@ -204,7 +195,7 @@ def test_busy_is_not_down(status):
     assert ("p1", "/split/release") in everyone.asked or ("p2", "/split/release") in everyone.asked
 
 
-def test_messages_to_workers_are_sealed_and_clients_are_not_the_fleet():
+def test_messages_to_workers_are_sealed_and_clients_get_neither_seal_nor_the_routers_key():
     seal, seen = Seal("0123456789abcdef"), {}
     checker = SealChecker(seal)
 
@@ -216,9 +207,12 @@ def test_messages_to_workers_are_sealed_and_clients_are_not_the_fleet():
                 return httpx.Response(401, headers={RECEIVER: checker.name})
             return await super().__call__(request)
 
-    over = relay(Noting(d1={"/split/expect": httpx.Response(409, json={})}), decode=("d1",))
-    over.fleet.auth = SealAuth(seal)
+    workers = Noting(d1={"/split/expect": httpx.Response(409, json={})})
+    over = relay(workers, decode=("d1",))
+    over.fleet.auth, over.fleet.headers = SealAuth(seal), {"Authorization": "Bearer router"}
     ask(over)
+    keys = {request.url.path: request.headers.get("authorization") for request in workers.requests}
+    assert {path: key for path, key in keys.items() if key} == {"/split/release": "Bearer router"}
     assert seen == {"/split/prefill": True, "/split/expect": True, "/split/release": True, "/v1/completions": False}
 
 

@@ -56,8 +56,7 @@ def test_states_of_requests_that_wait_for_a_seat_are_not_let_go():
     renewed, renew = set(), pair.peer.renew
     pair.peer.renew = lambda ids: renewed.update(ids) or renew(ids)
     prompts = [tokens(20 + i, B + i) for i in range(8)]
-    tickets = [pair.compute(prompt) for prompt in prompts]
-    outputs = [pair.add(prompt, ticket) for prompt, ticket in zip(prompts, tickets, strict=True)]
+    outputs = [pair.add(prompt, pair.compute(prompt)) for prompt in prompts]
     while pair.decode.loop.busy:
         now[0] += 5.0  # of a lease of 30
         pair.decode_side.renew()

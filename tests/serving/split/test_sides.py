@@ -165,8 +165,7 @@ def test_what_does_not_arrive_is_computed_here(fault):
     fault(pair)
     output = pair.add(PROMPT, pair.compute(PROMPT))
     pair.decode.step()
-    published = pair.decode.loop.scheduler.stats()["pages_published"]
-    assert published == 0
+    assert pair.decode.loop.scheduler.stats()["pages_published"] == 0
     finish(pair.decode)
     assert_as_alone(PROMPT, output)
     assert (pair.decode_side.stats.failed, pair.decode_side.stats.arrived) == (1, 0)

@@ -41,7 +41,7 @@ def test_arrays_arrive_as_they_are(pair):
 
 def test_nothing_offered_or_no_sender_is_an_error_in_time(pair):
     sender, receiver = pair
-    for address in (sender.address, "127.0.0.1:9"):  # nobody listens at the other one
+    for address in (sender.address, "127.0.0.1:9"):  # nothing listens at the other one
         begin = time.monotonic()
         with pytest.raises(TransportError):
             receiver.fetch(address, 77, SPECS, 0.3)

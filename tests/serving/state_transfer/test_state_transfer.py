@@ -75,8 +75,7 @@ def test_a_point_arrives_whole_and_nothing_else_changes(there, here):
     position = 11
     source, target = filled(there, 1), filled(here, 2)
     pages, into = [7, 2, 5, 1, 3][: -(-position // there)], [4, 1, 8][: -(-position // here)]
-    before = jax.tree.map(np.asarray, target)
-    expected = jax.tree.map(np.asarray, source)
+    before, expected = (jax.tree.map(np.asarray, store) for store in (target, source))
     after = send(source, target, pages=pages, into=into, position=position)
     for old, new, sent in zip(before.slots, after.slots, expected.slots, strict=True):
         for name in old:
@@ -194,9 +193,6 @@ def test_states_may_travel_in_fewer_bits(kind):
     np.testing.assert_array_equal(again.slots[1]["ssm"][1], expected)
 
 
-PAGE = 4
-
-
 def test_only_an_idle_loop_waits_and_only_for_what_is_awaited(monkeypatch):
     monkeypatch.setattr(source, "PATIENCE", 3600.0)
     calls, made = source.Inbox(), []
@@ -214,10 +210,9 @@ def test_only_an_idle_loop_waits_and_only_for_what_is_awaited(monkeypatch):
 
 
 def test_pages_that_others_share_are_not_written():
-    request = SimpleNamespace(transfer=SimpleNamespace(load=None))
-    load = RemoteLoad(request, RemoteState(16), 2 * PAGE, 5, [7, 8])
-    kv = np.zeros((1, 2 * PAGE, 1))
-    arrival = Arrival(load, state={}, pieces=[(0, kv), (PAGE, kv), (3 * PAGE, kv)])
+    request, page = SimpleNamespace(transfer=SimpleNamespace(load=None)), 4
+    load, kv = RemoteLoad(request, RemoteState(16), 2 * page, 5, [7, 8]), np.zeros((1, 2 * page, 1))
+    arrival = Arrival(load, state={}, pieces=[(0, kv), (page, kv), (3 * page, kv)])
     calls, arrived = [], []
     programs = SimpleNamespace(
         write_state=lambda store, slot, state, position: calls.append((slot, position)),
@@ -225,7 +220,7 @@ def test_pages_that_others_share_are_not_written():
     )
     scheduler = SimpleNamespace(arrived=arrived.append)
     loop = SimpleNamespace(replace_store=lambda change: change(None), scheduler=scheduler)
-    arrival.write(loop, programs, PAGE)
+    arrival.write(loop, programs, page)
     assert calls == [(5, 16), [0, 7], [8, 0]]
     assert arrived == [load]
 

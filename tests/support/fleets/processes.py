@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import os
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -22,8 +21,6 @@ ENGINE = {
     "model": "demo", "tile_size": 16, "state_block_size": 32, "page_size": 16, "max_model_len": 512, "max_num_seqs": 4,
     "max_num_batched_tokens": 64, "num_slots": 40, "num_pages": 120,
 }  # fmt: skip
-
-
 _leases: list[IO[str]] = []
 
 
@@ -80,7 +77,7 @@ class Process:
 
     def kill(self) -> None:
         """As hard as it goes."""
-        self.process.send_signal(signal.SIGKILL)
+        self.process.kill()
         self.process.wait(10)
 
     def close(self) -> None:
@@ -89,8 +86,7 @@ class Process:
             try:
                 self.process.wait(20)
             except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait(10)
+                self.kill()
 
     def idle(self, seconds: float, auth: httpx.Auth | None) -> bool:
         """Whether a worker's pools come to rest with nothing in use. `auth`: that of its fleet."""

@@ -46,8 +46,6 @@ DRAFTS = {
     **{name: {"speculative_method": name, "num_speculative_tokens": 2} for name in DRAFTERS},
 }
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
-
-
 _SHARED: dict[str, dict[int, list[jax.Array]]] = {}
 _ADDRESSES = itertools.count()
 

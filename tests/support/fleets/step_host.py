@@ -86,9 +86,8 @@ class Host:
 
     def prefill_batch(self, *rows, tile_size=TILE):
         """Each row is a dict: row_id, tokens, c, read, write (the last tile's slot), writes (all tiles'), sample."""
-        batch = PrefillBatch.empty(
-            tokens=PREFILL_TOKENS, rows=PREFILL_ROWS, tiles=TILES, pages_per_row=self.pages_per_row, tile_size=tile_size
-        )
+        sizes = {"tokens": PREFILL_TOKENS, "rows": PREFILL_ROWS, "tiles": TILES, "pages_per_row": self.pages_per_row}
+        batch = PrefillBatch.empty(**sizes, tile_size=tile_size)
         at = tile = 0
         batch.tokens[:] = 7  # padding may be anything
         for i, row in enumerate(rows):
