@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -158,6 +159,40 @@ def test_a_thousand_random_faults(shard, tmp_path, monkeypatch):
                 disk.look()
         disk.check()
     assert all(count > 10 for count in met.values()), met
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from tests.serving.tiers.folder_books import Disk, unit
+disk = Disk(Path(sys.argv[1]))
+number = 0
+while True:
+    number += 1
+    disk.store(unit([number % 50] * (number % 13 + 1)))
+    if number == 1:
+        print("ready", flush=True)
+"""
+
+
+@pytest.mark.full
+def test_kill_9_in_the_middle_of_writing(tmp_path):
+    rng = random.Random(1)
+    for _ in range(2):
+        command = [sys.executable, "-c", WRITER, str(tmp_path)]
+        writer = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        assert line_of(writer) == "ready\n"
+        time.sleep(rng.random() * 0.2)
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        writer.stdout.close()
+        disk = Disk(tmp_path)
+        disk.listing.close()
+        disk.check()
+        assert not list(tmp_path.glob("*.unfinished"))
+        assert len(disk.tier) > 0
+        for number in range(50):
+            assert disk.fetch([number] * 13) in ("hit", "miss")
 
 
 # -- several processes --
