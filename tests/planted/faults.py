@@ -94,12 +94,10 @@ def _ids_of_the_first_row(sound: Any) -> Any:
 
 
 def _adapters_of_other_rows(sound: Any) -> Any:
-    def changed(parts: Any, *rest: Any) -> Any:
-        *heads, rows = rest
-        sole = len(parts) == 1 or rows.adapter is None
-        return sound(parts, *heads, rows if sole else replace(rows, adapter=rows.adapter[::-1]))
+    def turned(value: Any) -> Any:
+        return replace(value, adapter=value.adapter[::-1]) if getattr(value, "adapter", None) is not None else value
 
-    return changed
+    return lambda parts, *rest: sound(parts, *(rest if len(parts) == 1 else map(turned, rest)))
 
 
 OTHERS: tuple[tuple[str, tuple[str, ...], str, Callable[[Any], Any]], ...] = (

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMES, FOUND = "PLANTED_FAULTS", "PLANTED_FOUND"
 """Of the environment: names of faults, and the folder in which each has a file for the first test that failed."""
 PLANTING_TESTS = " and ".join(
-    f"not {name}" for name in ("fault_shows", "fault_is_seen", "fuzzer_sees", "a_test_sees", "mutations", "table")
+    f"not {name}" for name in ("fault_shows", "fault_is_seen", "fuzzer_sees", "a_test_sees", "are_noticed", "table")
 )
 SHARE = 0.95
 SECONDS = 900
