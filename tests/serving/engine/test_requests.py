@@ -1,5 +1,6 @@
 """What one request may ask for: stops, deltas, log-probabilities of given ids; and what is refused."""
 
+import asyncio
 import random
 from dataclasses import replace
 
@@ -7,8 +8,10 @@ import numpy as np
 import pytest
 
 from serving.core.errors import RequestError
+from serving.engine.requests.request import EngineRequest
 from serving.engine.requests.sampling_params import SamplingParams
 from tests.support.engines.engines import finish
+from tests.support.engines.replicas import serving
 
 
 @pytest.fixture(scope="module")
@@ -125,3 +128,15 @@ def test_requests_that_cannot_be_served(engine, prompt, params, said):
         engine.add_request("bad", prompt, SamplingParams(**params))
     assert said in str(error.value)
     assert (engine.num_unfinished, engine.busy) == (0, False)
+
+
+async def test_a_reader_that_comes_late_gets_all_tokens(harness):
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    (output,) = harness.run(harness.engine(), [[5]], params)
+    async with serving(harness.engine()) as served, asyncio.timeout(60):
+        stream = served.stream(EngineRequest("late", {"prompt_token_ids": [5]}, params, live=True))
+        begun = list((await anext(stream)).outputs[0].token_ids)
+        while await served.call(lambda engine: engine.num_unfinished):
+            await asyncio.sleep(0.01)
+        rest = [token async for part in stream for token in part.outputs[0].token_ids]
+    assert begun + rest == list(output.outputs[0].token_ids)
