@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from checkpoints.load import load_weights
 from checkpoints.orbax import save_orbax
 from checkpoints.random import write_random
+from checkpoints.tensors import file_digest
 from checkpoints.tensors.file_digest import FileHasher
 from checkpoints.tensors.safetensors_file import SafetensorsFile
 from checkpoints.tensors.tensor_set import TensorSet
@@ -160,10 +161,12 @@ def hashed(directory):
         return hasher.digest(), hasher.hashed_bytes
 
 
-def settle(directory):
-    """Wait until the files' times tell whether they change again."""
-    newest = max(path.stat().st_ctime for path in directory.glob("*.safetensors"))
-    time.sleep(max(0.0, newest + 2.1 - time.time()))
+@pytest.fixture
+def settled(directory, monkeypatch):
+    """A directory whose files' times tell whether they change again, as if that took a moment and not two seconds."""
+    monkeypatch.setattr(file_digest, "_SETTLED", 0.1)
+    time.sleep(0.15)
+    return directory
 
 
 def test_every_value_counts(directory):
@@ -200,27 +203,25 @@ def test_the_same_tensors_in_other_files_are_the_same(tmp_path):
     assert len({hashed(each)[0] for each in (one, renamed, shaped, typed)}) == 4
 
 
-def test_a_file_is_hashed_once(directory, cache):
-    settle(directory)
-    first, size = hashed(directory)
-    assert size == sum(tensor.nbytes for tensor in load_file(directory / "model.safetensors").values())
-    assert hashed(directory) == (first, 0)
+def test_a_file_is_hashed_once(settled, cache):
+    first, size = hashed(settled)
+    assert size == sum(tensor.nbytes for tensor in load_file(settled / "model.safetensors").values())
+    assert hashed(settled) == (first, 0)
     (kept,) = cache.iterdir()
     for damage in ("{", "[]", "null", json.dumps(json.loads(kept.read_text()) | {"digests": {"w": "0"}})):
         kept.write_text(damage)
-        assert hashed(directory) == (first, size)
+        assert hashed(settled) == (first, size)
 
 
-def test_a_file_that_changed_is_hashed_again_even_with_its_old_time(directory):
-    settle(directory)
-    file, (first, size) = directory / "model.safetensors", hashed(directory)
+def test_a_file_that_changed_is_hashed_again_even_with_its_old_time(settled):
+    file, (first, size) = settled / "model.safetensors", hashed(settled)
     before = file.stat()
     with file.open("r+b") as changed:
         changed.seek(-2, os.SEEK_END)
         changed.write(b"\x12\x34")
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert file.stat().st_mtime_ns == before.st_mtime_ns
-    second, again = hashed(directory)
+    second, again = hashed(settled)
     assert (second != first, again) == (True, size)
 
 
@@ -241,12 +242,11 @@ def test_a_file_that_changes_while_it_is_loaded_is_refused(directory):
         assert "was changed while it was loaded" in message(hasher.digest)
 
 
-def test_without_a_place_to_remember_it_hashes_each_time(directory, tmp_path, monkeypatch):
+def test_without_a_place_to_remember_it_hashes_each_time(settled, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    settle(directory)
-    assert hashed(directory) == hashed(directory)
-    assert hashed(directory)[1] > 0
+    assert hashed(settled) == hashed(settled)
+    assert hashed(settled)[1] > 0
 
 
 def test_orbax_weights_have_a_digest(directory, tmp_path):

@@ -7,12 +7,13 @@ import time
 
 import httpx
 
+from tests.support.servers import live_server
 from tests.support.servers.live_server import last_error
 
 BODY = {"prompt": "x", "max_tokens": 500, "ignore_eos": True}
 
 
-async def test_a_step_that_hangs_does_not_hold_up_the_end(server):
+async def test_a_step_that_hangs_does_not_hold_up_the_end(server, monkeypatch):
     """Streams get an error event, other requests 503, and the server ends, though its engine does not."""
     engine = server.other_engine()
     step, hangs, hung, go_on = engine.step, threading.Event(), threading.Event(), threading.Event()
@@ -24,6 +25,7 @@ async def test_a_step_that_hangs_does_not_hold_up_the_end(server):
         return step()
 
     engine.step = hanging
+    monkeypatch.setattr(live_server, "STEP_TIMEOUT", 0.5)
     other = server.other_server(engine=engine, drain_timeout=0.2)
     try:
         async with httpx.AsyncClient(base_url=other.url, timeout=60) as client:

@@ -77,6 +77,7 @@ async def test_an_answer_ends_in_time(content):
 
 def test_a_slow_reader_is_not_served_for_ever(monkeypatch):
     monkeypatch.setattr(transports, "_SERVING", 0.5)
+    monkeypatch.setattr(transports, "_KEY_SECONDS", 0.5)  # of the connection that sends nothing
     transport = TcpTransport()
     transport.offer(5, [jnp.zeros((8 << 20,), jnp.float32)])
     before = threading.active_count()

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from serving.split import transports
 from serving.split.transports import JaxTransport, TcpTransport, TransportError
 from tests.support.waiting import comes_true
 
@@ -90,8 +91,9 @@ def _resident() -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS"))
 
 
-def test_silent_connections_do_not_block_transfers():
+def test_silent_connections_do_not_block_transfers(monkeypatch):
     """64 of them once took all places for a minute."""
+    monkeypatch.setattr(transports, "_KEY_SECONDS", 0.5)
     sender, receiver = TcpTransport(), TcpTransport()
     host, _, port = sender.address.rpartition(":")
     with contextlib.ExitStack() as stack:
