@@ -31,13 +31,18 @@ _LARGEST = 1e9
 class Settings(BaseModel):
     """Frozen settings, each defined once: for Python keywords, command-line options and configuration files.
 
-    The field order is the order of the command line's help; a field's description is its help text.
+    The field order is the order of the command line's help; a field's docstring, or its description, is its help text.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), use_attribute_docstrings=True)
 
     COMMON: ClassVar[tuple[str, ...]] = ()
     """Fields whose options `--help` shows; `--help-all` shows the others too."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        for field in cls.model_fields.values():
+            field.description = " ".join((field.description or "").split()) or None
 
     @classmethod
     def create(cls, **values: Any) -> Self:
