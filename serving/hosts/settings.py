@@ -16,28 +16,25 @@ _PORTS = 4096  # ports of coordinators whose jobs the environment names: the hig
 class HostSettings(Settings):
     """Which hosts run the engine together. `HostSettings.create` gives one-line errors."""
 
-    distributed: bool = Field(
-        False,
-        description="One of several hosts that the environment names, as `jax.distributed` reads it (Cloud TPU, Slurm, "
-        "Open MPI, Kubernetes).",
-    )
+    distributed: bool = False
+    """One of several hosts that the environment names, as `jax.distributed` reads it (Cloud TPU, Slurm, Open MPI,
+    Kubernetes)."""
     coordinator: str | None = Field(
         None,
         pattern=r"^[^:]+(:\d+)?$|^\[.+\](:\d+)?$",
         description="HOST or HOST:PORT of host 0, to which all hosts connect. The port must be free; it is "
         f"{MEETING_PORT} if unset.",
     )
-    num_hosts: int | None = Field(None, ge=1, description="With --coordinator: number of hosts.")
-    host_id: int | None = Field(None, ge=0, description="With --coordinator: number of this host; 0 leads.")
-    plan_port: int = Field(
-        0, ge=0, le=65535, description="Port on which host 0 sends its steps to the others; 0 picks a free one."
-    )
-    host_timeout: float = Field(
-        8.0, ge=2, description="Seconds of silence after which a host counts as lost, and all hosts end."
-    )
-    meeting_timeout: int = Field(
-        300, ge=1, le=1_000_000, description="Seconds to wait at startup for all hosts to connect."
-    )
+    num_hosts: int | None = Field(None, ge=1)
+    """With --coordinator: number of hosts."""
+    host_id: int | None = Field(None, ge=0)
+    """With --coordinator: number of this host; 0 leads."""
+    plan_port: int = Field(0, ge=0, le=65535)
+    """Port on which host 0 sends its steps to the others; 0 picks a free one."""
+    host_timeout: float = Field(8.0, ge=2)
+    """Seconds of silence after which a host counts as lost, and all hosts end."""
+    meeting_timeout: int = Field(300, ge=1, le=1_000_000)
+    """Seconds to wait at startup for all hosts to connect."""
 
     @model_validator(mode="after")
     def _all_or_none(self) -> HostSettings:

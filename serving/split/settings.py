@@ -51,46 +51,36 @@ class SplitSettings(FleetSettings):
 
     COMMON = ("role",)
 
-    role: Role | None = Field(
-        None,
-        description="Role of this worker behind `mamba-jax router`: prefill or decode. Unset: a server that does both.",
-    )
-    transport: tuple[Literal["jax", "tcp"], ...] = Field(
-        (),
-        description="How states are transferred: jax (device to device, JAX's transfer engine) or tcp (through host "
-        "memory); repeatable, the preferred one first. Unset: jax if available, then tcp.",
-    )
-    advertise: str | None = Field(None, description="Host name or address by which other workers reach this one.")
-    lease: float = Field(
-        30.0, gt=0, description="prefill: seconds to hold a state for its decode worker after its last renewal."
-    )
-    max_lease: float = Field(600.0, gt=0, description="prefill: maximum seconds to hold a state, with renewals.")
-    max_kept: int = Field(64, ge=1, description="prefill: maximum number of states held for decode workers.")
-    max_transfer_bytes: int = Field(
-        1 << 30,
-        ge=1,
-        description="Maximum bytes of states in transfer, in addition to the store: copies that wait to be fetched "
-        "(prefill), or arriving states (decode).",
-    )
-    peer: tuple[str, ...] = Field(
-        (),
-        description="decode: URL of a prefill worker to fetch states from; repeatable. Unset: any worker that a signed "
-        "message names.",
-    )
-    on_failure: FailurePolicy = Field(
-        "recompute", description="decode: whether to recompute or fail a request whose state does not arrive."
-    )
-    fetch_timeout: float = Field(30.0, gt=0, description="decode: seconds to wait for a state.")
-    share: bool = Field(
-        False,
-        description="decode: let other workers fetch this worker's states. Needs --max-transfer-bytes a second time.",
-    )
-    convert_state: bool = Field(False, description="decode: accept recurrent states of another dtype and convert them.")
-    kv_events_config: str | None = Field(
-        None,
-        description="JSON object with vLLM's names: publish KV events over ZeroMQ for other routers. Token ids are "
-        "sent unencrypted. Needs the extra events.",
-    )
+    role: Role | None = None
+    """Role of this worker behind `mamba-jax router`: prefill or decode. Unset: a server that does both."""
+    transport: tuple[Literal["jax", "tcp"], ...] = ()
+    """How states are transferred: jax (device to device, JAX's transfer engine) or tcp (through host memory);
+    repeatable, the preferred one first. Unset: jax if available, then tcp."""
+    advertise: str | None = None
+    """Host name or address by which other workers reach this one."""
+    lease: float = Field(30.0, gt=0)
+    """prefill: seconds to hold a state for its decode worker after its last renewal."""
+    max_lease: float = Field(600.0, gt=0)
+    """prefill: maximum seconds to hold a state, with renewals."""
+    max_kept: int = Field(64, ge=1)
+    """prefill: maximum number of states held for decode workers."""
+    max_transfer_bytes: int = Field(1 << 30, ge=1)
+    """Maximum bytes of states in transfer, in addition to the store: copies that wait to be fetched (prefill), or
+    arriving states (decode)."""
+    peer: tuple[str, ...] = ()
+    """decode: URL of a prefill worker to fetch states from; repeatable. Unset: any worker that a signed message
+    names."""
+    on_failure: FailurePolicy = "recompute"
+    """decode: whether to recompute or fail a request whose state does not arrive."""
+    fetch_timeout: float = Field(30.0, gt=0)
+    """decode: seconds to wait for a state."""
+    share: bool = False
+    """decode: let other workers fetch this worker's states. Needs --max-transfer-bytes a second time."""
+    convert_state: bool = False
+    """decode: accept recurrent states of another dtype and convert them."""
+    kv_events_config: str | None = None
+    """JSON object with vLLM's names: publish KV events over ZeroMQ for other routers. Token ids are sent unencrypted.
+    Needs the extra events."""
 
     @property
     def kv_events(self) -> KvEventsSettings | None:
@@ -121,56 +111,49 @@ class SplitSettings(FleetSettings):
 class RouterSettings(ConnectionBounds, RequestBounds, FleetSettings):
     """Settings of the router. It has the same limits on requests as a server."""
 
-    prefill: tuple[str, ...] = Field((), description="URL of a prefill worker; repeatable.")
-    decode: tuple[str, ...] = Field((), description="URL of a decode worker; repeatable.")
-    host: str = Field("127.0.0.1", description="Address to listen on.")
-    port: int = Field(8000, ge=0, le=65535, description="Port to listen on.")
-    handoff: Handoff = Field(
-        "full",
-        description="full: the decode worker samples the first token from the state it receives. recompute-last: it "
-        "computes the prompt's last token itself.",
-    )
-    on_failure: FailurePolicy = Field(
-        "recompute", description="If no prefill worker is available: recompute on the decode worker, or fail."
-    )
-    share_above: int | None = Field(
-        None,
-        ge=0,
-        description="Make a decode worker fetch the state of another, busier worker if that state covers this many "
-        "tokens more than its own; workers need --share. Unset: never.",
-    )
-    share_timeout: float = Field(2.0, gt=0, description="Seconds to wait for such a state before computing it.")
-    split_above: int = Field(0, ge=0, description="Prompts of up to this many characters skip the prefill workers.")
-    routing: Literal["events", "affinity"] = Field(
-        "events",
-        description="How the router chooses workers. events: by the deepest state of the prompt that workers report, "
-        "and by the prompt's text if there is none. affinity: by the text only.",
-    )
-    affinity: int = Field(
-        2048,
-        ge=0,
-        description="Number of leading characters of a prompt that choose its workers, so that shared prefixes meet.",
-    )
-    slack: int = Field(
-        4, ge=0, description="Maximum number of requests that the chosen worker may have more than the least busy one."
-    )
-    max_worker_requests: int = Field(
-        3072,
-        ge=1,
-        description="Maximum number of running requests per worker; further ones go to another worker or get 503. Keep "
-        "the sum over all routers below the worker's --max-connections, with a reserve for health checks.",
-    )
-    check_interval: float = Field(1.0, gt=0, description="Seconds between health checks of each worker.")
-    check_timeout: float = Field(
-        5.0, gt=0, description="Seconds to wait for a health check; after three missed ones a worker is down."
-    )
-    connect_timeout: float = Field(3.0, gt=0, description="Seconds to wait for a worker to accept a connection.")
-    first_token_timeout: float = Field(
-        120.0, gt=0, description="Maximum seconds until a stream starts, including retries on other workers."
-    )
-    request_timeout: float = Field(600.0, gt=0, description="Maximum seconds for a response without streaming.")
-    stall_timeout: float = Field(60.0, gt=0, description="Maximum seconds between two pieces of a stream.")
-    drain_timeout: float = Field(30.0, ge=0, description="Seconds that running requests have to finish at shutdown.")
-    api_key: tuple[str, ...] = Field(
-        (), description="A key that clients must send; repeatable. Unset: the workers check clients' keys."
-    )
+    prefill: tuple[str, ...] = ()
+    """URL of a prefill worker; repeatable."""
+    decode: tuple[str, ...] = ()
+    """URL of a decode worker; repeatable."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = Field(8000, ge=0, le=65535)
+    """Port to listen on."""
+    handoff: Handoff = "full"
+    """full: the decode worker samples the first token from the state it receives. recompute-last: it computes the
+    prompt's last token itself."""
+    on_failure: FailurePolicy = "recompute"
+    """If no prefill worker is available: recompute on the decode worker, or fail."""
+    share_above: int | None = Field(None, ge=0)
+    """Make a decode worker fetch the state of another, busier worker if that state covers this many tokens more than
+    its own; workers need --share. Unset: never."""
+    share_timeout: float = Field(2.0, gt=0)
+    """Seconds to wait for such a state before computing it."""
+    split_above: int = Field(0, ge=0)
+    """Prompts of up to this many characters skip the prefill workers."""
+    routing: Literal["events", "affinity"] = "events"
+    """How the router chooses workers. events: by the deepest state of the prompt that workers report, and by the
+    prompt's text if there is none. affinity: by the text only."""
+    affinity: int = Field(2048, ge=0)
+    """Number of leading characters of a prompt that choose its workers, so that shared prefixes meet."""
+    slack: int = Field(4, ge=0)
+    """Maximum number of requests that the chosen worker may have more than the least busy one."""
+    max_worker_requests: int = Field(3072, ge=1)
+    """Maximum number of running requests per worker; further ones go to another worker or get 503. Keep the sum over
+    all routers below the worker's --max-connections, with a reserve for health checks."""
+    check_interval: float = Field(1.0, gt=0)
+    """Seconds between health checks of each worker."""
+    check_timeout: float = Field(5.0, gt=0)
+    """Seconds to wait for a health check; after three missed ones a worker is down."""
+    connect_timeout: float = Field(3.0, gt=0)
+    """Seconds to wait for a worker to accept a connection."""
+    first_token_timeout: float = Field(120.0, gt=0)
+    """Maximum seconds until a stream starts, including retries on other workers."""
+    request_timeout: float = Field(600.0, gt=0)
+    """Maximum seconds for a response without streaming."""
+    stall_timeout: float = Field(60.0, gt=0)
+    """Maximum seconds between two pieces of a stream."""
+    drain_timeout: float = Field(30.0, ge=0)
+    """Seconds that running requests have to finish at shutdown."""
+    api_key: tuple[str, ...] = ()
+    """A key that clients must send; repeatable. Unset: the workers check clients' keys."""

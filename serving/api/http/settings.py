@@ -34,41 +34,36 @@ _DEFAULTS = {
 class ConnectionBounds(Settings):
     """Limits of each connection, and of all connections together."""
 
-    max_connections: int = Field(
-        4096, ge=1, description="Maximum number of open connections; requests on further ones get 503."
-    )
-    header_timeout: float = Field(10.0, gt=0, description="Seconds to wait for a request's headers.")
-    max_header_bytes: int = Field(
-        64 << 10, ge=1024, description="Maximum size of a request's line and headers, and of its trailers, in bytes."
-    )
-    read_timeout: float = Field(60.0, gt=0, description="Seconds that a client may leave a response unread.")
+    max_connections: int = Field(4096, ge=1)
+    """Maximum number of open connections; requests on further ones get 503."""
+    header_timeout: float = Field(10.0, gt=0)
+    """Seconds to wait for a request's headers."""
+    max_header_bytes: int = Field(64 << 10, ge=1024)
+    """Maximum size of a request's line and headers, and of its trailers, in bytes."""
+    read_timeout: float = Field(60.0, gt=0)
+    """Seconds that a client may leave a response unread."""
 
 
 class RequestBounds(Settings):
     """Checks on every request before a handler sees it, and the log line after."""
 
-    api_key: tuple[str, ...] = Field(
-        (), description="A key that clients must send; repeatable. Also read from MAMBA_JAX_API_KEY."
-    )
-    admin_key: tuple[str, ...] = Field(
-        (),
-        description="A key that operators must send for operators' paths; repeatable. Unset: these paths refuse all "
-        "requests. Also read from MAMBA_JAX_ADMIN_KEY.",
-    )
-    max_body_bytes: int = Field(
-        8 << 20, ge=1024, description="Maximum size of a request body in bytes; larger ones are refused (413)."
-    )
-    max_body_values: int = Field(
-        1 << 19,
-        ge=1024,
-        description="Maximum number of JSON values in a request body (413); strings, arrays and objects count as 10.",
-    )
-    max_buffered_bytes: int = Field(
-        256 << 20, ge=1024, description="Maximum size in bytes of all unanswered requests' bodies together (503)."
-    )
-    body_timeout: float = Field(60.0, gt=0, description="Seconds to wait for a request's body (408).")
-    log_requests: bool = Field(True, description="Log one line per request.")
-    log_format: LogFormat = Field("text", description="Log format: text or json.")
+    api_key: tuple[str, ...] = ()
+    """A key that clients must send; repeatable. Also read from MAMBA_JAX_API_KEY."""
+    admin_key: tuple[str, ...] = ()
+    """A key that operators must send for operators' paths; repeatable. Unset: these paths refuse all requests. Also
+    read from MAMBA_JAX_ADMIN_KEY."""
+    max_body_bytes: int = Field(8 << 20, ge=1024)
+    """Maximum size of a request body in bytes; larger ones are refused (413)."""
+    max_body_values: int = Field(1 << 19, ge=1024)
+    """Maximum number of JSON values in a request body (413); strings, arrays and objects count as 10."""
+    max_buffered_bytes: int = Field(256 << 20, ge=1024)
+    """Maximum size in bytes of all unanswered requests' bodies together (503)."""
+    body_timeout: float = Field(60.0, gt=0)
+    """Seconds to wait for a request's body (408)."""
+    log_requests: bool = True
+    """Log one line per request."""
+    log_format: LogFormat = "text"
+    """Log format: text or json."""
 
     @field_validator("api_key", "admin_key")
     @classmethod
@@ -86,81 +81,67 @@ class ServerSettings(ConnectionBounds, RequestBounds):
         "ssl_keyfile", "ssl_certfile", "generation_config",
     )  # fmt: skip
 
-    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 serves the whole network.")
-    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
-    served_model_name: tuple[str, ...] = Field(
-        ("default",),
-        min_length=1,
-        description="Name of the model in requests; repeatable, responses use the first. Unset: its directory's name.",
-    )
-    lora_modules: tuple[str, ...] = Field(
-        (),
-        description="Adapter as NAME=DIRECTORY, a model name in requests; repeatable. Needs enable_lora or "
-        "max_initial_states.",
-    )
-    share_prefix_cache: bool = Field(False, description="With several API keys: share cached prefixes between keys.")
-    max_choices: int = Field(1024, ge=1, description="Maximum number of completions per request: prompts times n.")
-    tool_call_parser: ToolCallParser = Field(
-        "auto",
-        description="Format of the model's tool calls: auto (detected from its chat template and tokens), none (left "
-        "as text), hermes, jamba, kimi_k2, lfm2, ling3, nemotron, olmo3 or qwen3_coder.",
-    )
-    reasoning_parser: ReasoningParser = Field(
-        "auto",
-        description="Marks around a model's reasoning: auto (detected from its chat template), none (left in the "
-        "text) or think (<think> and </think>).",
-    )
-    max_stored_responses: int = Field(
-        1024, ge=0, description="Maximum number of responses of /v1/responses that the server stores for later turns."
-    )
-    max_stored_bytes: int = Field(64 << 20, ge=0, description="Maximum size of all stored responses in bytes.")
-    sse_keep_alive_interval: float = Field(
-        10.0, ge=0, description="Seconds between comments in a stream that waits for its first event; 0 sends none."
-    )
-    omit_system_lines: tuple[str, ...] = Field(
-        (),
-        description="Beginning of lines of system text that prompts omit, because a client changes them in each "
-        "session; repeatable. Always omitted: x-anthropic-billing-header:.",
-    )
-    step_timeout: float = Field(
-        120.0, gt=0, description="Seconds after which an engine step counts as stuck: requests and probes get 503."
-    )
-    drain_timeout: float = Field(30.0, ge=0, description="Seconds that running requests have to finish at shutdown.")
-    otlp_traces_endpoint: str | None = Field(
-        None,
-        pattern=r"^https?://",
-        description="Where to send OpenTelemetry spans (OTLP over HTTP), e.g. http://localhost:4318/v1/traces.",
-    )
-    vllm_metrics: bool = Field(False, description="Also export metrics under vLLM's names, for vLLM dashboards.")
-    allowed_origins: tuple[str, ...] = Field(
-        (), description="An origin whose pages may call the server (CORS), or *; repeatable. Unset: none."
-    )
-    allowed_methods: tuple[str, ...] = Field(
-        ("*",), description="A method that cross-origin pages may use; repeatable."
-    )
-    allowed_headers: tuple[str, ...] = Field(
-        ("*",), description="A header that cross-origin pages may send; repeatable."
-    )
-    allow_credentials: bool = Field(False, description="Allow cross-origin requests with credentials.")
-    root_path: str = Field("", description="Path prefix that a proxy adds, for example /models/one.")
-    ssl_keyfile: str | None = Field(None, description="Private key for TLS (PEM). Unset: plain HTTP.")
-    ssl_certfile: str | None = Field(None, description="Certificate for TLS, with its chain (PEM).")
-    profile_dir: str | None = Field(
-        None, description="Folder for the profiles of /start_profile (for XProf). Unset: no profiles."
-    )
-    profile_timeout: float = Field(60.0, gt=0, description="Seconds after which the server ends a profile.")
-    default_sampling: Mapping[str, Any] = Field(
-        default_factory=dict, description="Sampling parameters for fields that requests omit."
-    )
-    generation_config: bool = Field(
-        True, description="Use the checkpoint's recommended sampling parameters for fields that requests omit."
-    )
-    override_generation_config: JsonObject = Field(
-        {}, description="JSON object of default sampling parameters that replace the checkpoint's."
-    )
-    default_chat_template_kwargs: JsonObject = Field(
-        {}, description="JSON object of default variables of the chat template, e.g. '{\"enable_thinking\": false}'."
-    )
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 serves the whole network."""
+    port: int = Field(8000, ge=0, le=65535)
+    """Port to listen on; 0 picks a free one."""
+    served_model_name: tuple[str, ...] = Field(("default",), min_length=1)
+    """Name of the model in requests; repeatable, responses use the first. Unset: its directory's name."""
+    lora_modules: tuple[str, ...] = ()
+    """Adapter as NAME=DIRECTORY, a model name in requests; repeatable. Needs enable_lora or max_initial_states."""
+    share_prefix_cache: bool = False
+    """With several API keys: share cached prefixes between keys."""
+    max_choices: int = Field(1024, ge=1)
+    """Maximum number of completions per request: prompts times n."""
+    tool_call_parser: ToolCallParser = "auto"
+    """Format of the model's tool calls: auto (detected from its chat template and tokens), none (left as text), hermes,
+    jamba, kimi_k2, lfm2, ling3, nemotron, olmo3 or qwen3_coder."""
+    reasoning_parser: ReasoningParser = "auto"
+    """Marks around a model's reasoning: auto (detected from its chat template), none (left in the text) or think
+    (<think> and </think>)."""
+    max_stored_responses: int = Field(1024, ge=0)
+    """Maximum number of responses of /v1/responses that the server stores for later turns."""
+    max_stored_bytes: int = Field(64 << 20, ge=0)
+    """Maximum size of all stored responses in bytes."""
+    sse_keep_alive_interval: float = Field(10.0, ge=0)
+    """Seconds between comments in a stream that waits for its first event; 0 sends none."""
+    omit_system_lines: tuple[str, ...] = ()
+    """Beginning of lines of system text that prompts omit, because a client changes them in each session; repeatable.
+    Always omitted: x-anthropic-billing-header:."""
+    step_timeout: float = Field(120.0, gt=0)
+    """Seconds after which an engine step counts as stuck: requests and probes get 503."""
+    drain_timeout: float = Field(30.0, ge=0)
+    """Seconds that running requests have to finish at shutdown."""
+    otlp_traces_endpoint: str | None = Field(None, pattern="^https?://")
+    """Where to send OpenTelemetry spans (OTLP over HTTP), e.g. http://localhost:4318/v1/traces."""
+    vllm_metrics: bool = False
+    """Also export metrics under vLLM's names, for vLLM dashboards."""
+    allowed_origins: tuple[str, ...] = ()
+    """An origin whose pages may call the server (CORS), or *; repeatable. Unset: none."""
+    allowed_methods: tuple[str, ...] = ("*",)
+    """A method that cross-origin pages may use; repeatable."""
+    allowed_headers: tuple[str, ...] = ("*",)
+    """A header that cross-origin pages may send; repeatable."""
+    allow_credentials: bool = False
+    """Allow cross-origin requests with credentials."""
+    root_path: str = ""
+    """Path prefix that a proxy adds, for example /models/one."""
+    ssl_keyfile: str | None = None
+    """Private key for TLS (PEM). Unset: plain HTTP."""
+    ssl_certfile: str | None = None
+    """Certificate for TLS, with its chain (PEM)."""
+    profile_dir: str | None = None
+    """Folder for the profiles of /start_profile (for XProf). Unset: no profiles."""
+    profile_timeout: float = Field(60.0, gt=0)
+    """Seconds after which the server ends a profile."""
+    default_sampling: Mapping[str, Any] = Field(default_factory=dict)
+    """Sampling parameters for fields that requests omit."""
+    generation_config: bool = True
+    """Use the checkpoint's recommended sampling parameters for fields that requests omit."""
+    override_generation_config: JsonObject = Field({})
+    """JSON object of default sampling parameters that replace the checkpoint's."""
+    default_chat_template_kwargs: JsonObject = Field({})
+    """JSON object of default variables of the chat template, e.g. '{"enable_thinking": false}'."""
 
     @property
     def adapter_paths(self) -> dict[str, str]:
