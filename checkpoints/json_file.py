@@ -3,11 +3,12 @@ that replace those of a checkpoint's config.json."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,6 +16,15 @@ from checkpoints.errors import CheckpointError, one_line
 
 MOST_JSON = 16 << 20
 """Maximum bytes of a JSON file; an index of tensors may have more."""
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Makes an `OSError` of this context a `CheckpointError` that names the file or folder."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 def open_at_once(path: Path, flags: int = 0) -> BinaryIO:
@@ -37,12 +47,11 @@ def open_regular(path: Path) -> BinaryIO:
     Raises:
         CheckpointError: the file cannot be read, or is not a regular one.
     """
-    try:
-        return open_at_once(path)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:  # a zero byte, or half of a surrogate pair
-        raise CheckpointError(f"{str(path)!r}: is no path ({error})") from error
+    with reading(path):
+        try:
+            return open_at_once(path)
+        except ValueError as error:  # a zero byte, or half of a surrogate pair
+            raise CheckpointError(f"{str(path)!r}: is no path ({error})") from error
 
 
 def read_json(path: Path, most: int = MOST_JSON) -> dict[str, Any]:
@@ -76,11 +85,8 @@ def read_text(path: Path) -> str:
 
 
 def _content(path: Path, most: int) -> bytes:
-    with open_regular(path) as file:
-        try:
-            content = file.read(most + 1)
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    with open_regular(path) as file, reading(path):
+        content = file.read(most + 1)
     if len(content) > most:
         raise CheckpointError(f"{path}: has more than {most:,} bytes")
     return content

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints.errors import CheckpointError
+from checkpoints.json_file import reading
 from checkpoints.user_cache import cache_home, make_private
 
 log = logging.getLogger(__name__)
@@ -139,19 +140,16 @@ def _identity(status: os.stat_result) -> list[int]:
 def _hash_range(path: Path, start: int, end: int, identity: list[int]) -> str:
     found = hashlib.sha256()
     buffer = memoryview(bytearray(min(_CHUNK, max(1, end - start))))
-    try:
-        with path.open("rb", buffering=0) as file:
-            file.seek(start)
-            left = end - start
-            while left:
-                count: Any = file.readinto(buffer[: min(left, len(buffer))])
-                if not count:
-                    break
-                found.update(buffer[:count])
-                left -= count
-            same = not left and _identity(os.fstat(file.fileno())) == identity
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    with reading(path), path.open("rb", buffering=0) as file:
+        file.seek(start)
+        left = end - start
+        while left:
+            count: Any = file.readinto(buffer[: min(left, len(buffer))])
+            if not count:
+                break
+            found.update(buffer[:count])
+            left -= count
+        same = not left and _identity(os.fstat(file.fileno())) == identity
     if not same:
         raise CheckpointError(f"{path}: was changed while it was loaded; start again")
     return found.hexdigest()

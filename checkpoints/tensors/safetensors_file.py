@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from checkpoints.errors import CheckpointError, listing, one_line
-from checkpoints.json_file import open_regular
+from checkpoints.json_file import open_regular, reading
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
@@ -65,14 +65,11 @@ class SafetensorsFile:
 
     def __init__(self, path: Path, max_header: int = MAX_HEADER_BYTES) -> None:
         self.path = path
-        try:
-            with open_regular(path) as file:
-                self.status = os.fstat(file.fileno())
-                """The status of the mapped file."""
-                self.entries, self.metadata = read_header(path, file, self.status.st_size, max_header)
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+        with reading(path), open_regular(path) as file:
+            self.status = os.fstat(file.fileno())
+            """The status of the mapped file."""
+            self.entries, self.metadata = read_header(path, file, self.status.st_size, max_header)
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def view(self, name: str) -> np.ndarray:
         """Returns the tensor as a read-only view of the mapped file; nothing is read until it is used."""

@@ -11,7 +11,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from checkpoints.errors import CheckpointError, listing
-from checkpoints.json_file import open_regular, read_json
+from checkpoints.json_file import open_regular, read_json, reading
 from checkpoints.resolve import original_of
 from checkpoints.tensors.file_digest import FileHasher
 from checkpoints.tensors.safetensors_file import SafetensorsFile, TensorEntry
@@ -88,12 +88,9 @@ class TensorSet:
             CheckpointError: a file cannot be read.
         """
         for path in {file.path for file, _ in self._stored.values()}:
-            try:
-                with open_regular(path) as content:
-                    while content.read(1 << 24):
-                        pass
-            except OSError as error:
-                raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+            with reading(path), open_regular(path) as content:
+                while content.read(1 << 24):
+                    pass
 
     def _entry(self, name: str) -> TensorEntry:
         file, stored = self._stored[name]
@@ -105,10 +102,8 @@ def _label(name: str, entry: TensorEntry) -> str:
 
 
 def _file_names(directory: Path) -> list[str]:
-    try:
+    with reading(directory):
         present = {path.name for path in directory.glob("*.safetensors")}
-    except OSError as error:
-        raise CheckpointError(f"{directory}: cannot be read ({error.strerror})") from error
     if (directory / INDEX_FILE).is_file():
         index = directory / INDEX_FILE
         weight_map = read_json(index, MOST_INDEX).get("weight_map")

@@ -11,6 +11,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
 from checkpoints.errors import CheckpointError
+from checkpoints.json_file import reading
 from checkpoints.tokenizer import Tokenizer
 from mamba_jax.config import ModelConfigError
 from mamba_jax.train.config import DataSettings
@@ -49,11 +50,8 @@ def corpus_digest(corpus: Path) -> str:
     """
     digest = hashlib.sha256()
     for file in _files(corpus):
-        try:
-            with file.open("rb") as content:
-                digest.update(f"{file.name}\n{hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode())
-        except OSError as error:
-            raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
+        with reading(file), file.open("rb") as content:
+            digest.update(f"{file.name}\n{hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode())
     return digest.hexdigest()
 
 
