@@ -135,8 +135,12 @@ class Checkpoint:
         )
         return HybridModel.from_parameters(config, arrays)
 
-    def load_identified(self, *, progress: bool, sharding: Shardings) -> LoadedWeights:
-        """Loads the model, and identifies its weights by a digest of all of their bytes; see `load_weights`."""
+    def load_identified(self, *, progress: bool = True, sharding: Shardings = None) -> LoadedWeights:
+        """Loads the model, and identifies its weights by a digest of all of their bytes.
+
+        Hashes every byte of the files while they are read, including bytes that only other processes load. A file that
+        has not changed since it was last hashed is not hashed again; one that changes while it is read is an error.
+        """
         if self.load_format == "dummy":
             model, stored = self.load(progress=progress, sharding=sharding), f"dummy {self.seed} {np.__version__}"
         else:
@@ -244,20 +248,6 @@ def load_model(ref: str | Path, *, progress: bool = True, sharding: Shardings = 
         CheckpointError: the reference or the checkpoint is invalid; the message is one line.
     """
     return Checkpoint(ref, **options).load(progress=progress, sharding=sharding)
-
-
-def load_weights(
-    ref: str | Path, *, progress: bool = True, sharding: Shardings = None, **options: Any
-) -> LoadedWeights:
-    """Loads a model as `load_model` does, and identifies its weights by a digest of all of their bytes.
-
-    Hashes every byte of the files while they are read, including bytes that only other processes load. A file that has
-    not changed since it was last hashed is not hashed again.
-
-    Raises:
-        CheckpointError: as `load_model`; or a file that changes while it is read.
-    """
-    return Checkpoint(ref, **options).load_identified(progress=progress, sharding=sharding)
 
 
 def generation_config(ref: str | Path, *, hf_overrides: Overrides = None) -> GenerationConfig:

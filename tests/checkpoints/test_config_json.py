@@ -12,7 +12,7 @@ from checkpoints.config_json import GenerationConfig, read_generation_config
 from checkpoints.conversion import convert
 from checkpoints.drafts import begun_draft_layer, with_draft_layer, write_with_draft_layer
 from checkpoints.json_file import merged, parse_overrides, read_json
-from checkpoints.load import load_config, load_weights
+from checkpoints.load import Checkpoint, load_config
 from checkpoints.random import write_random
 from mamba_jax.config import need
 from tests.checkpoints.checks import assert_equal, load, message, values
@@ -107,10 +107,10 @@ def test_an_orbax_directory_refuses_overrides(tmp_path):
 def test_overrides_are_part_of_the_digest_of_weights(tmp_path):
     directory = write_random(tmp_path / "tiny", CHECKPOINT)
     overrides = [None, {"layer_norm_epsilon": 0.5}, {"norm_eps": 0.5}, {"not_a_field": 1}, {"not_a_field": 2}]
-    digests = [load_weights(directory, progress=False, hf_overrides=each).digest for each in overrides]
+    digests = [Checkpoint(directory, hf_overrides=each).load_identified(progress=False).digest for each in overrides]
     assert len(set(digests)) == len(overrides)
-    assert load_weights(directory, progress=False, hf_overrides={}).digest == digests[0]
-    assert load_weights(directory, progress=False, hf_overrides='{"not_a_field": 2}').digest == digests[4]
+    assert Checkpoint(directory, hf_overrides={}).load_identified(progress=False).digest == digests[0]
+    assert Checkpoint(directory, hf_overrides='{"not_a_field": 2}').load_identified(progress=False).digest == digests[4]
 
 
 def test_a_directory_in_place_of_a_file_leaves_no_descriptor_open(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from checkpoints.drafts import load_drafter_config, with_drafter
-from checkpoints.load import load_config, load_weights
+from checkpoints.load import Checkpoint, load_config
 from mamba_jax.families.drafters import layer_places
 from tests.checkpoints.checks import message, values
 from tests.support.engines.engine_harness import GOLDEN
@@ -18,7 +18,7 @@ TARGET = load_config(GOLDEN)
 
 
 def test_both_published_forms_are_read_alike(tmp_path):
-    loaded, read = load_weights(GOLDEN, dtype="float32", progress=False), []
+    loaded, read = Checkpoint(GOLDEN, dtype="float32").load_identified(progress=False), []
     for form in ("eagle", "speculators"):
         folder = write_eagle(tmp_path / form, TARGET, form=form)
         model = with_drafter(folder, loaded, progress=False).model
@@ -33,7 +33,7 @@ def test_both_published_forms_are_read_alike(tmp_path):
 @pytest.mark.parametrize("method", ["dflash", "dflash2", "dspark"])
 def test_drafters_of_blocks_are_read(tmp_path, method):
     folder = write_block(tmp_path / method, TARGET, method=method)
-    model = with_drafter(folder, load_weights(GOLDEN, dtype="float32", progress=False)).model
+    model = with_drafter(folder, Checkpoint(GOLDEN, dtype="float32").load_identified(progress=False)).model
     drafter, stored = model.config.drafter, load_file(folder / "model.safetensors")
     assert drafter.method == method.rstrip("2")
     # The outputs of layers 0 and 2, each of one sublayer here.
@@ -89,14 +89,14 @@ def test_what_is_wrong_is_said(tmp_path, write, change, said):
         tensors = load_file(weights)
         change(tensors)
         save_file({name: np.ascontiguousarray(value) for name, value in tensors.items()}, weights)
-        read = partial(with_drafter, folder, load_weights(GOLDEN, dtype="float32", progress=False))
+        read = partial(with_drafter, folder, Checkpoint(GOLDEN, dtype="float32").load_identified(progress=False))
     else:
         config.write_text(json.dumps(json.loads(config.read_text()) | change))
     assert said in message(read)
 
 
 def test_the_digest_is_of_both_models(tmp_path):
-    loaded = load_weights(GOLDEN, dtype="float32", progress=False)
+    loaded = Checkpoint(GOLDEN, dtype="float32").load_identified(progress=False)
     found = {loaded.digest}
     for seed in (0, 1):
         found.add(with_drafter(write_eagle(tmp_path / str(seed), TARGET, seed=seed), loaded).digest)

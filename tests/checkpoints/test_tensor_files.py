@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from checkpoints.load import load_weights
+from checkpoints.load import Checkpoint, load_model
 from checkpoints.orbax import save_orbax
 from checkpoints.random import write_random
 from checkpoints.tensors import file_digest
@@ -151,7 +151,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def digest(ref, **options):
-    return load_weights(ref, progress=False, **options).digest
+    return Checkpoint(ref, **options).load_identified(progress=False).digest
 
 
 def hashed(directory):
@@ -250,9 +250,9 @@ def test_without_a_place_to_remember_it_hashes_each_time(settled, tmp_path, monk
 
 
 def test_orbax_weights_have_a_digest(directory, tmp_path):
-    model = load_weights(directory, progress=False).model
+    model = load_model(directory, progress=False)
     stored = save_orbax(tmp_path / "stored", model)
     before = digest(stored)
     assert digest(stored) == before
-    other = save_orbax(tmp_path / "other", load_weights(directory, progress=False, load_format="dummy").model)
+    other = save_orbax(tmp_path / "other", load_model(directory, progress=False, load_format="dummy"))
     assert digest(other) != before

@@ -94,7 +94,7 @@ def train(
 
 
 def _existing_model(ref: str, settings: Any) -> LoadedWeights:
-    from checkpoints.load import load_weights
+    from checkpoints.load import Checkpoint
     from checkpoints.resolve import resolve
     from checkpoints.tokenizer import require_tokenizer
 
@@ -103,7 +103,7 @@ def _existing_model(ref: str, settings: Any) -> LoadedWeights:
     if not (resolve(ref).files / "config.json").is_file():
         raise ConfigError(f"--model {ref}: has no config.json; convert it with `mamba-jax convert --form hugging-face`")
     require_tokenizer(ref)
-    return load_weights(ref, dtype="float32")
+    return Checkpoint(ref, dtype="float32").load_identified()
 
 
 def read_data(settings: Any, corpus: Path, tokenizer_files: Path, output: Path, console: Console) -> tuple[Any, Any]:

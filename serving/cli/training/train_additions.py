@@ -102,7 +102,7 @@ def _train(
     """Trains the values of `start(config)`, and passes the trained ones to `write(config, values)`."""
     import jax
 
-    from checkpoints.load import load_weights
+    from checkpoints.load import Checkpoint
     from checkpoints.resolve import resolve
     from checkpoints.text.training_data import corpus_digest
     from checkpoints.tokenizer import require_tokenizer
@@ -115,7 +115,7 @@ def _train(
 
     run, console = options.run, training_console(options.output, options.data)
     require_tokenizer(options.model)
-    files, weights = resolve(options.model).files, load_weights(options.model, dtype="float32")
+    files, weights = resolve(options.model).files, Checkpoint(options.model, dtype="float32").load_identified()
     config = dataclasses.replace(weights.model.config, mtp_pattern="")
     with run_folder(run) as directory:
         values = {path: leaf for path, leaf in weights_of(weights.model).items() if not path.startswith(DRAFT_LAYER)}
