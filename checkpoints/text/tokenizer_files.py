@@ -6,7 +6,7 @@ from __future__ import annotations
 import base64
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,17 +51,8 @@ def read_tiktoken(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
     if max(map(len, ranks)) > _MOST_CHARACTERS:
         raise ValueError("a piece is too long")
     letters = byte_letters()
-    texts = {token: "".join(map(letters.__getitem__, token)) for token in ranks}
-    merges: list[tuple[str, str]] = []
-    for token in sorted(ranks, key=ranks.__getitem__):
-        # All pairs that make a token, as tiktoken merges any of them at the token's rank.
-        cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
-        pairs = sorted(
-            (ranks[left], ranks[right], left, right) for left, right in cuts if left in ranks and right in ranks
-        )
-        merges += ((texts[left], texts[right]) for *_, left, right in pairs)
-    vocab = {texts[token]: rank for token, rank in ranks.items()}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
+    vocab = {"".join(map(letters.__getitem__, token)): rank for token, rank in ranks.items()}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=_merges(vocab, vocab.items()), ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(_PATTERN), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
@@ -69,6 +60,17 @@ def read_tiktoken(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     add_tokens(tokenizer, {each: token for each, token in added.items() if each >= len(ranks)}, len(ranks))
     return tokenizer
+
+
+def _merges(vocab: Mapping[str, int], pieces: Iterable[tuple[str, float]]) -> list[tuple[str, str]]:
+    """Returns all pairs of a vocabulary that make one of these pieces: those of a piece of lower rank first, of one
+    rank by the numbers of left and right. tiktoken and SentencePiece merge any of them at the piece's rank."""
+    merges = []
+    for text, rank in pieces:
+        cuts = ((text[:at], text[at:]) for at in range(1, len(text)))
+        pairs = ((left, right) for left, right in cuts if left in vocab and right in vocab)
+        merges += [(rank, vocab[left], vocab[right], left, right) for left, right in pairs]
+    return [(left, right) for *_, left, right in sorted(merges)]
 
 
 def added_token(entry: Mapping[str, Any] | str, *, special: bool) -> AddedToken:
@@ -207,13 +209,9 @@ def _model(kind: int, texts: list[str], scores: list[float], kinds: list[int], b
     if kind != _BPE:
         raise ValueError(f"model_type {kind}: BPE and unigram are supported")
     vocab = {text: number for number, text in enumerate(texts)}
-    merges = []
-    for text, score, kind in zip(texts, scores, kinds, strict=True):
-        cuts = ((text[:at], text[at:]) for at in range(1, len(text))) if kind in (1, _UNUSED) else ()
-        pairs = [(left, right) for left, right in cuts if left in vocab and right in vocab]
-        merges += [(-score, vocab[left], vocab[right], left, right) for left, right in pairs]
-    pairs = [(left, right) for *_, left, right in sorted(merges)]
-    return models.BPE(vocab=vocab, merges=pairs, unk_token=texts[unknown], fuse_unk=True, byte_fallback=byte_fallback)
+    made = [(text, -score) for text, score, kind in zip(texts, scores, kinds, strict=True) if kind in (1, _UNUSED)]
+    merges = _merges(vocab, made)
+    return models.BPE(vocab=vocab, merges=merges, unk_token=texts[unknown], fuse_unk=True, byte_fallback=byte_fallback)
 
 
 def _normalize(tokenizer: Tokenizer, rules: Fields, whole: list[str], *, legacy: bool) -> None:
