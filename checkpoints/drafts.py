@@ -27,7 +27,6 @@ from checkpoints.tensors.file_digest import FileHasher
 from checkpoints.tensors.hugging_face import read_parameters
 from checkpoints.tensors.tensor_set import INDEX_FILE, TensorSet
 from mamba_jax.config import HybridConfig, ModelConfigError
-from mamba_jax.config.drafter import DrafterConfig
 from mamba_jax.families import TEXT_PREFIXES, as_stored, config_from_hf, other_towers
 from mamba_jax.families.drafters import drafter_from_hf, drafter_weight_names, ignored
 from mamba_jax.families.mtp import LAYERS, PATTERN
@@ -197,36 +196,24 @@ def with_drafter(
             arrays[f"{_PATH}tokens"] = jnp.arange(drafter.vocab_size, dtype=jnp.int32)
         stored = f"dummy {seed} {np.__version__}"
     else:
+        folder = _directory(ref)
+        where, how = str(folder), read_quantization(folder, read_json(folder / "config.json"))
         with FileHasher() as hasher:
-            arrays = _read(_directory(ref), drafter, shapes, config.vocab_size, hasher, progress)
+            tensors = LogicalTensors(where, TensorSet(folder, hasher, prefixes=_PREFIXES), how)
+            names, unused = drafter_weight_names(drafter), ignored(drafter)
+            arrays = read_parameters(where, tensors, shapes, names, ignored=unused, progress=progress)
             stored = hasher.digest()
+        if drafter.maps_vocabulary:
+            tokens = np.arange(drafter.vocab_size) + np.asarray(arrays[f"{_PATH}tokens"])
+            if tokens.min() < 0 or tokens.max() >= config.vocab_size:
+                raise CheckpointError(
+                    f"{folder}: d2t maps draft tokens to {tokens.min()} to {tokens.max()}: expected tokens from 0 to "
+                    f"{config.vocab_size - 1}"
+                )
+            arrays[f"{_PATH}tokens"] = jnp.asarray(tokens, jnp.int32)
     own = {path: leaf[...] for path, leaf in parameters(model).items() if not path.startswith("mtp.")}
-    how = hashlib.sha256(repr((loaded.digest, stored, drafter)).encode()).hexdigest()[:32]
-    return LoadedWeights(HybridModel.from_parameters(config, own | arrays), how)
-
-
-def _read(
-    directory: Path,
-    drafter: DrafterConfig,
-    shapes: Mapping[str, jax.ShapeDtypeStruct],
-    vocab_size: int,
-    hasher: FileHasher,
-    progress: bool,
-) -> dict[str, jax.Array]:
-    stored = TensorSet(directory, hasher, prefixes=_PREFIXES)
-    tensors = LogicalTensors(str(directory), stored, read_quantization(directory, read_json(directory / "config.json")))
-    arrays = read_parameters(
-        str(directory), tensors, shapes, drafter_weight_names(drafter), ignored=ignored(drafter), progress=progress
-    )
-    if drafter.maps_vocabulary:
-        tokens = np.arange(drafter.vocab_size) + np.asarray(arrays[f"{_PATH}tokens"])
-        if tokens.min() < 0 or tokens.max() >= vocab_size:
-            raise CheckpointError(
-                f"{directory}: d2t maps draft tokens to {tokens.min()} to {tokens.max()}: expected tokens from 0 to "
-                f"{vocab_size - 1}"
-            )
-        arrays[f"{_PATH}tokens"] = jnp.asarray(tokens, jnp.int32)
-    return arrays
+    digest = hashlib.sha256(repr((loaded.digest, stored, drafter)).encode()).hexdigest()[:32]
+    return LoadedWeights(HybridModel.from_parameters(config, own | arrays), digest)
 
 
 def _directory(ref: str | Path) -> Path:
