@@ -92,20 +92,24 @@ def _label(case: tuple[Call, str, Any]) -> str:
     return case[0].label
 
 
-def copy_bandwidth(nbytes: int, *, calls: int = 20) -> float:
-    """Bytes per second, read plus written, of a large copy."""
-    array = jax.ShapeDtypeStruct((nbytes // 4,), jnp.float32)
-    make = jax.jit(lambda: (jnp.zeros(array.shape), ())).lower().compile()
-
-    def loop(stores: Any, rest: Any) -> Any:
-        return jax.lax.fori_loop(0, calls, lambda step, x: jax.lax.optimization_barrier(x + 1), stores), rest
-
-    compiled = jax.jit(loop, donate_argnums=0).lower(array, ()).compile()
-    return 2 * nbytes / Timed(make, compiled, calls, nbytes).seconds()
-
-
 NUMBERS, CALLS = 1 << 20, 20
 """Numbers of bfloat16 that a device has, and calls in one program."""
+
+
+def _seconds(array: jax.ShapeDtypeStruct, body: Callable[[jax.Array], jax.Array]) -> float:
+    """Of one call of `body` on an array of ones, in a loop of `CALLS` on the device."""
+    make = jax.jit(lambda: jnp.ones(array.shape, array.dtype), out_shardings=array.sharding)
+
+    def loop(x: jax.Array, rest: Any) -> Any:
+        return jax.lax.fori_loop(0, CALLS, lambda step, v: jax.lax.optimization_barrier(body(v)), x), rest
+
+    compiled = jax.jit(loop, donate_argnums=0).lower(array, ()).compile()
+    return Timed(lambda: (make(), ()), compiled, CALLS, array.size).seconds()
+
+
+def copy_bandwidth(nbytes: int) -> float:
+    """Bytes per second, read plus written, of a large copy."""
+    return 2 * nbytes / _seconds(jax.ShapeDtypeStruct((nbytes // 4,), jnp.float32), lambda x: x + 1)
 
 
 def time_collectives(report: Report) -> None:
@@ -113,8 +117,7 @@ def time_collectives(report: Report) -> None:
     devices = jax.devices()
     if len(devices) == 1:
         return
-    mesh = Mesh(np.array(devices), ("device",))
-    count, own = len(devices), NamedSharding(mesh, PartitionSpec("device"))
+    mesh, of_device, count = Mesh(np.array(devices), ("device",)), PartitionSpec("device"), len(devices)
     to_next = [(each, (each + 1) % count) for each in range(count)]
     kinds: dict[str, Callable[[jax.Array], Any]] = {
         "psum": lambda x: jax.lax.psum(x, "device") / count,
@@ -124,16 +127,9 @@ def time_collectives(report: Report) -> None:
         "ppermute": lambda x: jax.lax.ppermute(x, "device", to_next),
     }
     size = NUMBERS // count * count
-    array = jax.ShapeDtypeStruct((count * size,), jnp.bfloat16, sharding=own)
-    make = jax.jit(lambda: jnp.ones(array.shape, array.dtype), out_shardings=own)
+    array = jax.ShapeDtypeStruct((count * size,), jnp.bfloat16, sharding=NamedSharding(mesh, of_device))
     for kind, run in kinds.items():
-
-        def each(x: jax.Array, rest: Any, run: Callable[[jax.Array], Any] = run) -> Any:
-            body = jax.shard_map(run, mesh=mesh, in_specs=PartitionSpec("device"), out_specs=PartitionSpec("device"))
-            return jax.lax.fori_loop(0, CALLS, lambda step, v: jax.lax.optimization_barrier(body(v)), x), rest
-
-        loop = jax.jit(each, donate_argnums=0).lower(array, ()).compile()
-        us = Timed(lambda: (make(), ()), loop, CALLS, 2 * size).seconds() * 1e6
+        us = _seconds(array, jax.shard_map(run, mesh=mesh, in_specs=of_device, out_specs=of_device)) * 1e6
         report.add("collective", kind=kind, devices=count, us=round(us, 1), MB=round(2 * size / 1e6, 2))
 
 

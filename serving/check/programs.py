@@ -94,12 +94,9 @@ class ModelPrograms:
             return
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         store, rows = (
-            jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=device), jax.eval_shape(make))
-            for make in self._state(step)
+            jax.tree.map(lambda v: v.update(sharding=device), jax.eval_shape(make)) for make in self._state(step)
         )
-        store = jax.tree.map(
-            lambda v, at: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=at), store, places(self.shape, store)
-        )
+        store = jax.tree.map(lambda v, at: v.update(sharding=at), store, places(self.shape, store))
         self._compiling[step] = self._compiler.submit(
             self._programs[step.graph].program, store, rows, self._batch(step)
         )
