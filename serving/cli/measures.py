@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from checkpoints.tokenizer import Tokenizer
 from mamba_jax.model import HybridModel
 from mamba_jax.train.corpus import Document, text_of
 from mamba_jax.train.score import sequence_logprobs
-from serving.engine.stats import DraftStats
+from serving.engine.stats import DraftStats, added
 
 WINDOW = 512
 """Tokens per scored window."""
@@ -85,13 +84,7 @@ def text_prompts(
 
 def total_stats(outputs: Iterable[Any]) -> DraftStats:
     """Returns the sum of the draft counters of several requests."""
-    every: list[DraftStats] = [output.metrics.drafts for output in outputs]
-
-    def added(counters: Iterable[list[int]]) -> list[int]:
-        return [sum(at) for at in zip_longest(*counters, fillvalue=0)]
-
-    drafted, accepted = added(each.drafted_at for each in every), added(each.accepted_at for each in every)
-    return DraftStats(sum(each.steps for each in every), drafted, accepted)
+    return DraftStats(**(added([asdict(output.metrics.drafts) for output in outputs]) or {}))
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ def merged_stats(stats: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     Counters are added. The weights have one version, unless only some engines have been updated.
     """
-    whole = _added(stats)
+    whole = added(stats)
     versions = dict.fromkeys(each["weights"]["version"] for each in stats)
     whole["weights"] = {
         "version": ", ".join(versions),
@@ -132,12 +132,12 @@ def _tiers(engines: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, 
     }
 
 
-def _added(values: Sequence[Any]) -> Any:
+def added(values: Sequence[Any]) -> Any:
     """Adds numbers, including those in lists and dictionaries. For other values, returns the first that is not None."""
     first = next((value for value in values if value is not None), None)
     if isinstance(first, dict):
         names = dict.fromkeys(name for value in values for name in value)
-        return {name: _added([value.get(name) for value in values]) for name in names}
+        return {name: added([value.get(name) for value in values]) for name in names}
     if isinstance(first, list):
         return [sum(column) for column in zip_longest(*(value or [] for value in values), fillvalue=0)]
     if isinstance(first, int | float) and not isinstance(first, bool):
