@@ -157,31 +157,28 @@ def plan(
             raise ConfigError("--topology all: --full and --tensor-parallel-size need one machine")
         with errors.status("planning"):
             plans, failures = smallest_machines(config, context)
-        if as_json:
-            report = {made.target.name: plain(made, at_context) for made in plans}
-            sys.stdout.write(json.dumps({"fits": report, "does_not_fit": failures}, indent=1) + "\n")
-        else:
-            out.print(as_comparison(plans, failures, at_context))
-        if not plans:
-            raise typer.Exit(1)
-        return
-    members = config.context_parallel_size
-    shards = machine.count // members
-    if flags.get("tensor_parallel_size") not in (None, shards):
-        of_members = f"context_parallel_size {members} with " if members > 1 else ""
-        raise ConfigError(
-            f"{of_members}tensor_parallel_size {flags['tensor_parallel_size']}: {topology} has {machine.count} "
-            "device(s), and a plan uses all of them"
-        )
-    with errors.status("planning") as status:
-        made = make_plan(
-            config, machine, compile=not analysis, full=full, context=context, progress=lambda text: status.update(text)
-        )
-    if as_json:
-        sys.stdout.write(json.dumps(plain(made, at_context), indent=1) + "\n")
+        report = {"fits": {made.target.name: plain(made, at_context) for made in plans}, "does_not_fit": failures}
+        text, fits = as_comparison(plans, failures, at_context), bool(plans)
     else:
-        out.print(as_text(made, at_context))
-    if not made.fits:
+        members = config.context_parallel_size
+        shards = machine.count // members
+        if flags.get("tensor_parallel_size") not in (None, shards):
+            of_members = f"context_parallel_size {members} with " if members > 1 else ""
+            raise ConfigError(
+                f"{of_members}tensor_parallel_size {flags['tensor_parallel_size']}: {topology} has {machine.count} "
+                "device(s), and a plan uses all of them"
+            )
+        with errors.status("planning") as status:
+            made = make_plan(
+                config, machine, compile=not analysis, full=full, context=context,
+                progress=lambda text: status.update(text),
+            )  # fmt: skip
+        report, text, fits = plain(made, at_context), as_text(made, at_context), made.fits
+    if as_json:
+        sys.stdout.write(json.dumps(report, indent=1) + "\n")
+    else:
+        out.print(text)
+    if not fits:
         raise typer.Exit(1)
 
 
