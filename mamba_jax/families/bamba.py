@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from mamba_jax.config import (
-    ATTENTION,
     MAMBA,
     MLP,
     MOE,
@@ -153,19 +152,21 @@ def _parallel(config: BothMixers, hidden: int) -> dict[str, HFSource]:
     return mamba | placed("attention", parts.attention(both["attention"], hidden), "self_attn.")
 
 
-# Names as transformers has them. A layer there is two sublayers here.
-_MIXERS: parts.Mixers = {MAMBA: ("mamba", parts.mamba), ATTENTION: ("self_attn", parts.attention)}
-_NORMS, _PREFIXES = ("input_layernorm", "pre_ff_layernorm"), ("model.", "backbone.")
-_NAMING: dict[str, Any] = {"norm": "final_layernorm.weight", "prefixes": _PREFIXES}
-bamba_names = parts.naming({**_MIXERS, MLP: ("feed_forward", parts.mlp)}, _NORMS, **_NAMING)
-granite_names = parts.naming(
-    {**_MIXERS, MLP: ("shared_mlp", lambda mlp, hidden: _shared_mlp(mlp.size(0), hidden)), MOE: ("", _experts)},
-    prefixes=_PREFIXES,
-)
-falcon_h1_names = parts.naming({PARALLEL: ("", _parallel), MLP: ("feed_forward", parts.mlp)}, _NORMS, **_NAMING)
+def _only_mlp(config: MLPConfig, hidden: int) -> dict[str, HFSource]:
+    return _shared_mlp(config.size(0), hidden)
 
-BAMBA = Family("Bamba", ("bamba",), bamba_from_hf, bamba_names)
-GRANITE = Family("GraniteMoeHybrid", ("granitemoehybrid",), granite_from_hf, granite_names)
+
+BAMBA = Family("Bamba", ("bamba",), bamba_from_hf, parts.naming("Bamba"))
+GRANITE = Family(
+    "GraniteMoeHybrid",
+    ("granitemoehybrid",),
+    granite_from_hf,
+    parts.naming("GraniteMoeHybrid", {MLP: _only_mlp, MOE: _experts}),
+)
 FALCON_H1 = Family(
-    "FalconH1", ("falcon_h1",), falcon_h1_from_hf, falcon_h1_names, lambda config: (r".*\.mamba\.mup_vector",)
+    "FalconH1",
+    ("falcon_h1",),
+    falcon_h1_from_hf,
+    parts.naming("FalconH1", {PARALLEL: _parallel}),
+    lambda config: (r".*\.mamba\.mup_vector",),
 )

@@ -6,7 +6,6 @@ Kimi Linear (Moonshot AI, 2025) has three Kimi Delta Attentions to one attention
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from mamba_jax.config import LATENT, MLP, MOE, HybridConfig, LatentAttentionConfig, MLPConfig, ModelConfigError
@@ -174,13 +173,8 @@ def _draft_pattern(fields: Fields) -> str:
 
 def ling3_names(config: HybridConfig) -> dict[str, HFSource]:
     """Returns names as inclusionAI's checkpoints have them. A layer there is two sublayers here."""
-    mixers: parts.Mixers = {
-        LATENT: ("attention", partial(parts.latent_attention, output=("dense", "o_proj"))),
-        DELTA: ("attention", _ling_delta),
-        MLP: ("mlp", parts.mlp),
-        MOE: ("mlp", partial(parts.moe, correction="gate.expert_bias", shared="shared_experts")),
-    }
-    body, count = parts.layers(config, mixers), len(config.pattern) // 2
+    mixers, count = parts.mixers(LING3.name, {DELTA: _ling_delta}), len(config.pattern) // 2
+    body = parts.layers(config, mixers)
     if config.mtp_pattern:
         body |= parts.layers(config, mixers, pattern=config.mtp_pattern, path="mtp.blocks", first=count)
         frame: dict[str, parts.Spelling] = {one: one for one in ("enorm", "hnorm", "eh_proj")}
@@ -202,20 +196,5 @@ def _ignored(config: HybridConfig) -> tuple[str, ...]:
     return tuple(rf"model\.layers\.{layers + i}\.{drafts}" for i in range(_MOST_DRAFTS))
 
 
-_KIMI_MOE = partial(parts.moe, correction="gate.e_score_correction_bias", shared="shared_experts", names=parts.MIXTRAL)
-kimi_names = parts.naming(
-    {
-        LATENT: ("self_attn", parts.latent_attention),
-        DELTA: ("self_attn", _kimi_delta),
-        MLP: (("mlp", "block_sparse_moe"), parts.mlp),
-        MOE: (("block_sparse_moe", "mlp"), _KIMI_MOE),
-    },
-    prefixes=("model.", "model.language_model."),
-)
-"""As Moonshot's checkpoints and as transformers' modules have them. A layer there is two sublayers here.
-
-Experts are one by one under `block_sparse_moe`, or (as in transformers' modules) in one tensor under `mlp`, and
-transformers saves MLPs under `block_sparse_moe`.
-"""
-KIMI_LINEAR = Family("KimiLinear", ("kimi_linear",), kimi_from_hf, kimi_names)
+KIMI_LINEAR = Family("KimiLinear", ("kimi_linear",), kimi_from_hf, parts.naming("KimiLinear", {DELTA: _kimi_delta}))
 LING3 = Family("Ling3", ("bailing_hybrid",), ling3_from_hf, ling3_names, _ignored)

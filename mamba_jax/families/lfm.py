@@ -4,8 +4,7 @@ LFM3 (2026) has attention to a window, too. Its sublayers also normalize their o
 each head.
 """
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 from mamba_jax.config import ATTENTION, MLP, MOE, WINDOWED, AttentionConfig, HybridConfig, MLPConfig, QKNormConfig
@@ -114,23 +113,5 @@ def _conv(config: ShortConvConfig, hidden: int) -> dict[str, HFSource]:
     return parts.named(config.parameters(), shapes={**shapes, "in_proj.bias": (3 * channels,)})
 
 
-def _naming(spelt: Mapping[str, str]) -> Callable[[HybridConfig], dict[str, HFSource]]:
-    """Names as transformers has them, with other names for parts of attention. A layer there is two sublayers here."""
-    return parts.naming(
-        {
-            SHORT_CONV: ("conv", _conv),
-            ATTENTION: ("self_attn", partial(parts.attention, spelt=spelt)),
-            WINDOWED: ("self_attn", parts.attention),
-            MLP: ("feed_forward", partial(parts.mlp, names=parts.MIXTRAL)),
-            MOE: ("feed_forward", partial(parts.moe, correction="expert_bias", names=parts.MIXTRAL)),
-        },
-        ("operator_norm", "ffn_norm"),
-        output_norms=("post_operator_norm", "post_ffn_norm"),
-        norm="embedding_norm.weight",
-        prefixes=("model.", "model.language_model."),
-    )
-
-
-_LFM2_NAMES = {"q_norm": "q_layernorm", "k_norm": "k_layernorm", "o_proj": "out_proj"}
-LFM2_FAMILY = Family("LFM2", ("lfm2", _SPARSE), lfm2_from_hf, _naming(_LFM2_NAMES))
-LFM3_FAMILY = Family("LFM3", ("lfm3",), lfm3_from_hf, _naming({}))
+LFM2_FAMILY = Family("LFM2", ("lfm2", _SPARSE), lfm2_from_hf, parts.naming("LFM2", {SHORT_CONV: _conv}))
+LFM3_FAMILY = Family("LFM3", ("lfm3",), lfm3_from_hf, parts.naming("LFM3", {SHORT_CONV: _conv}))

@@ -6,7 +6,6 @@ Falcon-Mamba also normalizes B, C and what step sizes are projected from, withou
 """
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from mamba_jax.config import ATTENTION, MAMBA, MLP, MOE, HybridConfig, MLPConfig, ModelConfigError
@@ -106,27 +105,6 @@ def _every(fields: Fields, name: str, default_period: int, default_offset: int) 
     return lambda layer: layer % period == offset
 
 
-weight_names = parts.naming(
-    {MAMBA: ("mixer", parts.mamba), MAMBA1: ("mixer", parts.mamba1)},
-    ("norm",),
-    embed=("embeddings.weight", "embedding.weight"),  # the latter in the reference code's own checkpoints
-    norm="norm_f.weight",
-    prefixes=("backbone.", "model."),
-)
-"""As `MambaForCausalLM`, `FalconMambaForCausalLM` and `Mamba2ForCausalLM` have them."""
-jamba_names = parts.naming(
-    {
-        MAMBA1: ("mamba", parts.mamba1),
-        ATTENTION: ("self_attn", parts.attention),
-        MLP: ("feed_forward", parts.mlp),
-        MOE: ("feed_forward", partial(parts.moe, router="router")),
-    },
-    ("input_layernorm", "pre_ff_layernorm"),
-    norm="final_layernorm.weight",
-)
-"""As `JambaForCausalLM` has them. A layer there is two sublayers here."""
-
-
-MAMBA1_FAMILY = Family("Mamba", ("mamba", _FALCON), mamba1_from_hf, weight_names)
-MAMBA2_FAMILY = Family("Mamba2", ("mamba2",), mamba2_from_hf, weight_names)
-JAMBA_FAMILY = Family("Jamba", ("jamba",), jamba_from_hf, jamba_names)
+MAMBA1_FAMILY = Family("Mamba", ("mamba", _FALCON), mamba1_from_hf, parts.naming("Mamba"))
+MAMBA2_FAMILY = Family("Mamba2", ("mamba2",), mamba2_from_hf, parts.naming("Mamba2"))
+JAMBA_FAMILY = Family("Jamba", ("jamba",), jamba_from_hf, parts.naming("Jamba"))

@@ -5,13 +5,12 @@ A sublayer adds what its mixer gives to the normalized input, not to the input a
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from mamba_jax.config import ATTENTION, MOE, HybridConfig, ModelConfigError, NormedResidual
 from mamba_jax.config.linear_recurrence import LIGHTNING, LightningConfig
 from mamba_jax.families import parts
-from mamba_jax.families.base import Family
+from mamba_jax.families.base import Family, HFSource
 from mamba_jax.families.fields import Fields
 from mamba_jax.families.rope import rope_config
 
@@ -68,14 +67,8 @@ def _residual(fields: Fields, kind: str, name: str, published: str) -> NormedRes
     )
 
 
-weight_names = parts.naming(
-    {
-        ATTENTION: ("self_attn", parts.attention),
-        LIGHTNING: ("self_attn", lambda config, _: parts.named(config.parameters(), {"gate_proj": "output_gate"})),
-        MOE: (("block_sparse_moe", "mlp"), partial(parts.moe, names=parts.MIXTRAL)),
-    }
-)
-"""As MiniMax's checkpoints and as transformers' modules have them. A layer there is two sublayers here."""
+def _lightning(config: LightningConfig, hidden: int) -> dict[str, HFSource]:
+    return parts.named(config.parameters(), {"gate_proj": "output_gate"})
 
 
 def _ignored(config: HybridConfig) -> tuple[str, ...]:
@@ -83,4 +76,10 @@ def _ignored(config: HybridConfig) -> tuple[str, ...]:
     return (r"model\.layers\.\d+\.self_attn\.(slope_rate|query_decay|key_decay|diagonal_decay)",)
 
 
-FAMILY = Family("MiniMax", ("minimax", "minimax_text_01", "minimax_m1"), config_from_hf, weight_names, _ignored)
+FAMILY = Family(
+    "MiniMax",
+    ("minimax", "minimax_text_01", "minimax_m1"),
+    config_from_hf,
+    parts.naming("MiniMax", {LIGHTNING: _lightning}),
+    _ignored,
+)

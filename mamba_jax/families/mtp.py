@@ -13,10 +13,9 @@ model without MLPs of its own gets SwiGLU ones of `mtp_intermediate_size`.
 
 import dataclasses
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
-from mamba_jax.config import ATTENTION, MLP, MOE, HybridConfig, MLPConfig, ModelConfigError
+from mamba_jax.config import ATTENTION, MLP, HybridConfig, MLPConfig, ModelConfigError
 from mamba_jax.families import parts
 from mamba_jax.families.base import HFSource, placed, tensor
 from mamba_jax.families.fields import Fields
@@ -55,19 +54,11 @@ def with_added_mtp(config: HybridConfig, raw: Mapping[str, Any]) -> HybridConfig
     return dataclasses.replace(config, mtp_pattern=pattern, mlp=mlp)
 
 
-NVIDIA: parts.Mixers = {
-    ATTENTION: ("mixer", parts.attention),
-    MLP: ("mixer", parts.mlp),
-    MOE: ("mixer", partial(parts.moe, correction="gate.e_score_correction_bias", shared="shared_experts")),
-}
-"""Mixers of sublayers as NVIDIA names them."""
-
-
 def added_weight_names(config: HybridConfig) -> dict[str, HFSource]:
     """Returns the layer's parameters, and where a checkpoint has them, in NVIDIA's words."""
     last = len(config.mtp_pattern) - 1
     names = {"final_norm": f"{last}.final_layernorm", "enorm": "0.enorm", "hnorm": "0.hnorm", "eh_proj": "0.eh_proj"}
-    return placed("mtp", parts.weights(names), "mtp.layers.") | sublayers(config, NVIDIA, "norm")
+    return placed("mtp", parts.weights(names), "mtp.layers.") | sublayers(config, parts.mixers("NemotronH"), "norm")
 
 
 def sublayers(config: HybridConfig, mixers: parts.Mixers, *norms: parts.Spelling) -> dict[str, HFSource]:

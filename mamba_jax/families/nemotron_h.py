@@ -4,7 +4,7 @@ behind a sigmoid router (on latent copies in the larger ones), and a multi-token
 from collections.abc import Mapping
 from typing import Any
 
-from mamba_jax.config import MAMBA, MLP, MOE, HybridConfig, MLPConfig, ModelConfigError
+from mamba_jax.config import MLP, MOE, HybridConfig, MLPConfig, ModelConfigError
 from mamba_jax.families import mtp, parts
 from mamba_jax.families.base import Family
 from mamba_jax.families.fields import Fields
@@ -75,12 +75,4 @@ def _intermediate_size(fields: Fields) -> int | tuple[int, ...]:
     return fields.integer("intermediate_size", 21504)
 
 
-weight_names = parts.naming(
-    {MAMBA: ("mixer", parts.mamba), **mtp.NVIDIA},
-    ("norm",),
-    embed="embeddings.weight",
-    norm="norm_f.weight",
-    prefixes=("backbone.", "model.", "model.language_model."),
-)
-"""As `NemotronHForCausalLM` has them. NVIDIA's names of `mtp.*` are those of added layers (`families.mtp`)."""
-FAMILY = Family("NemotronH", ("nemotron_h",), config_from_hf, weight_names, mtp.unused)
+FAMILY = Family("NemotronH", ("nemotron_h",), config_from_hf, parts.naming("NemotronH"), mtp.unused)

@@ -5,13 +5,20 @@ the mixer's on; `layers` and `whole_model` put both in their places.
 """
 
 import math
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from importlib.resources import files
 from typing import Any, Literal
 
 from mamba_jax.config import (
     ATTENTION,
+    LATENT,
     MAMBA,
+    MLP,
+    MOE,
+    WINDOWED,
     AttentionConfig,
     HybridConfig,
     LatentAttentionConfig,
@@ -20,7 +27,7 @@ from mamba_jax.config import (
     ModelConfigError,
     MoEConfig,
 )
-from mamba_jax.config.channel_recurrence import Mamba1Config
+from mamba_jax.config.channel_recurrence import MAMBA1, Mamba1Config
 from mamba_jax.config.linear_recurrence import DeltaConfig
 from mamba_jax.families.base import HFSource, placed, tensor, with_prefix
 from mamba_jax.families.fields import Fields
@@ -28,15 +35,16 @@ from mamba_jax.families.rope import rope_config
 
 Names = Callable[[Any, int], dict[str, HFSource]]
 """Takes a mixer's configuration and the hidden size."""
-Spelling = str | tuple[str, ...]
+Spelling = str | Sequence[str]
 """A name, or several of which a checkpoint has one."""
 Mixers = Mapping[str, tuple[Spelling, Names]]
 """For each kind of sublayer: the mixer's name in its layer, and the names of its parameters."""
 
 MAMBA_KINDS = {"linear_attention": MAMBA, "mamba": MAMBA, "full_attention": ATTENTION, "attention": ATTENTION}
 """Types of layers of Mamba2 and attention, in transformers' words."""
-MLP_NAMES, MIXTRAL = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
-"""Names of the gate, up and down projection of an MLP or an expert: ours and most families', and Mixtral's."""
+MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
+"""Names of the gate, up and down projection of an MLP or an expert: ours and most families'."""
+_PUBLISHED = tomllib.loads((files(__package__) / "published.toml").read_text(encoding="utf-8"))
 
 
 def common_fields(
@@ -265,7 +273,7 @@ def latent_attention(config: LatentAttentionConfig, hidden: int, output: Spellin
     return named(config.parameters(), spelt) | rows
 
 
-def mlp(config: MLPConfig, hidden: int, names: tuple[str, str, str] = MLP_NAMES) -> dict[str, HFSource]:
+def mlp(config: MLPConfig, hidden: int, names: Sequence[str] = MLP_NAMES) -> dict[str, HFSource]:
     """Returns an MLP with separate projections; `names` are those of gate, up and down."""
     return named(config.parameters(), dict(zip(MLP_NAMES, names, strict=True)))
 
@@ -278,7 +286,7 @@ def moe(
     correction: str = "",
     shared: str = "",
     shared_gate: str = "",
-    names: tuple[str, str, str] = MLP_NAMES,
+    names: Sequence[str] = MLP_NAMES,
 ) -> dict[str, HFSource]:
     """A router and experts: one by one, or (as in transformers' modules) together.
 
@@ -343,7 +351,7 @@ def whole_model(
     *,
     embed: Spelling = "embed_tokens.weight",
     norm: str = "norm.weight",
-    prefixes: tuple[str, ...] = ("model.",),
+    prefixes: Sequence[str] = ("model.",),
 ) -> dict[str, HFSource]:
     """Adds the embedding, the final norm, and the head unless it is tied to the embedding.
 
@@ -353,19 +361,34 @@ def whole_model(
     return sources if config.tie_word_embeddings else sources | {"lm_head.weight": tensor("lm_head.weight")}
 
 
-def naming(
-    mixers: Mixers,
-    norms: Sequence[Spelling] = ("input_layernorm", "post_attention_layernorm"),
-    *,
-    embed: Spelling = "embed_tokens.weight",
-    norm: str = "norm.weight",
-    prefixes: tuple[str, ...] = ("model.",),
-    **others: Any,
-) -> Callable[[HybridConfig], dict[str, HFSource]]:
-    """Returns `Family.weight_names` of models whose layers alone differ: arguments of `layers` and `whole_model`."""
-    around: dict[str, Any] = {"embed": embed, "norm": norm, "prefixes": prefixes}
-    return lambda config: whole_model(config, layers(config, mixers, norms, **others), **around)
+_USUAL: Mapping[str, Names] = {
+    MAMBA: mamba,
+    MAMBA1: mamba1,
+    ATTENTION: attention,
+    WINDOWED: attention,
+    LATENT: latent_attention,
+    MLP: mlp,
+    MOE: moe,
+}
+
+
+def mixers(family: str, own: Mapping[str, Names] = {}) -> Mixers:
+    """Returns the mixers of a family that `published.toml` has. `own`: the names of parameters that are not the usual ones,
+    by the kind of sublayer."""
+    found, names = {}, {**_USUAL, **own}
+    for kind, entry in _PUBLISHED[family]["mixers"].items():
+        options = dict(entry) if isinstance(entry, dict) else {"in": entry}
+        found[kind] = options.pop("in"), partial(names[kind], **options)
+    return found
+
+
+def naming(family: str, own: Mapping[str, Names] = {}) -> Callable[[HybridConfig], dict[str, HFSource]]:
+    """Returns `Family.weight_names` of a family whose names are all in `published.toml` or in `own`; see `mixers`."""
+    known, table = mixers(family, own), _PUBLISHED[family]
+    return lambda config: whole_model(
+        config, layers(config, known, **table.get("layers", {})), **table.get("model", {})
+    )
 
 
 def _each(spelling: Spelling) -> tuple[str, ...]:
-    return (spelling,) if isinstance(spelling, str) else spelling
+    return (spelling,) if isinstance(spelling, str) else tuple(spelling)

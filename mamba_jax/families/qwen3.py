@@ -155,21 +155,17 @@ def _moe(fields: Fields, *, num_experts: int, experts_per_token: int, shared_gat
 
 
 def _weight_names(
-    config: HybridConfig, projections: Callable[[DeltaConfig, int], dict[str, HFSource]], prefixes: tuple[str, ...]
+    config: HybridConfig, projections: Callable[[DeltaConfig, int], dict[str, HFSource]]
 ) -> dict[str, HFSource]:
     """Names as `Qwen3NextForCausalLM` and `Qwen3_5ForCausalLM` have them; `mtp.*` as Alibaba's checkpoints have it.
 
-    A layer in the file is two sublayers here; `projections` names a delta net's inputs.
+    `projections` names a delta net's inputs.
     """
-    mixers: parts.Mixers = {
-        DELTA: ("linear_attn", lambda delta, hidden: _delta(delta) | projections(delta, hidden)),
-        ATTENTION: ("self_attn", parts.attention),
-        MLP: ("mlp", parts.mlp),
-        MOE: ("mlp", partial(parts.moe, shared="shared_expert", shared_gate="shared_expert_gate")),
-    }
-    sources = parts.whole_model(config, parts.layers(config, mixers), prefixes=prefixes)
+    own: dict[str, parts.Names] = {DELTA: lambda delta, hidden: _delta(delta) | projections(delta, hidden)}
+    sources = parts.naming(config.family, own)(config)
     if not config.mtp_pattern:
         return sources
+    mixers = parts.mixers(config.family, own)
     sources |= mtp.sublayers(config, mixers, "input_layernorm", "post_attention_layernorm")
     frame = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "final_norm": "norm"}
     return sources | placed("mtp", parts.weights(frame), "mtp.")
@@ -207,18 +203,8 @@ def _joined(config: DeltaConfig, hidden: int) -> dict[str, HFSource]:
     return _delta(config) | sources | parts.weights({"norm": ("out_norm", "norm")})
 
 
-lara_mini_names = parts.naming(
-    {
-        DELTA: ("linear_attn", _joined),
-        ATTENTION: ("self_attn", parts.attention),
-        WINDOWED: ("self_attn", parts.attention),
-        MOE: ("mlp", partial(parts.moe, shared="shared_expert")),
-    }
-)
-"""As Translated's checkpoints have them, and as transformers' modules do."""
-LARA_MINI = Family("LaraMini", ("lara_mini",), lara_mini_from_hf, lara_mini_names)
-qwen3_next_names = partial(_weight_names, projections=_fused, prefixes=("model.",))
-qwen3_5_names = partial(_weight_names, projections=_split, prefixes=("model.language_model.", "model."))
+LARA_MINI = Family("LaraMini", ("lara_mini",), lara_mini_from_hf, parts.naming("LaraMini", {DELTA: _joined}))
+qwen3_next_names, qwen3_5_names = (partial(_weight_names, projections=each) for each in (_fused, _split))
 QWEN3_NEXT = Family("Qwen3Next", ("qwen3_next",), qwen3_next_from_hf, qwen3_next_names, mtp.unused)
 QWEN3_5 = Family("Qwen3.5", _DENSE + _SPARSE, qwen3_5_from_hf, qwen3_5_names, mtp.unused)
 
@@ -271,12 +257,5 @@ def _olmo_delta_names(config: DeltaConfig, hidden: int) -> dict[str, HFSource]:
     return sources
 
 
-olmo_hybrid_names = parts.naming(
-    {ATTENTION: ("self_attn", parts.attention), DELTA: ("linear_attn", _olmo_delta_names), MLP: ("mlp", parts.mlp)},
-    # The second spellings are what transformers saves.
-    norms=(("attention_layer_norm", "input_layernorm"), ("feedforward_layer_norm", "post_attention_layernorm")),
-    norms_after=(("post_attention_layernorm", "feedforward_layer_norm"), "post_feedforward_layernorm"),
-    prefixes=("model.", "model.language_model."),
-)
-"""As Ai2's checkpoints have them, and as transformers' modules do. A layer there is two sublayers here."""
+olmo_hybrid_names = parts.naming("OLMoHybrid", {DELTA: _olmo_delta_names})
 OLMO_HYBRID = Family("OLMoHybrid", ("olmo_hybrid",), olmo_hybrid_from_hf, olmo_hybrid_names)

@@ -62,14 +62,6 @@ def _rg_lru(config: RGLRUConfig, hidden: int) -> dict[str, HFSource]:
     return parts.named(config.parameters(), spelt, {"conv.weight": (config.channels, 1, config.conv_width)})
 
 
-weight_names = parts.naming(
-    {
-        ATTENTION: ("temporal_block", parts.attention),
-        RG_LRU: ("temporal_block", _rg_lru),
-        MLP: ("mlp_block", parts.mlp),
-    },
-    ("temporal_pre_norm", "channel_pre_norm"),
-    norm="final_norm.weight",
+FAMILY = Family(
+    "RecurrentGemma", ("recurrent_gemma",), config_from_hf, parts.naming("RecurrentGemma", {RG_LRU: _rg_lru})
 )
-"""As `RecurrentGemmaForCausalLM` has them. A layer there is two sublayers here."""
-FAMILY = Family("RecurrentGemma", ("recurrent_gemma",), config_from_hf, weight_names)
