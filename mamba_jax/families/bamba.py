@@ -7,7 +7,6 @@ SwiGLU MLP; multipliers everywhere.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from mamba_jax.config import (
@@ -23,69 +22,57 @@ from mamba_jax.config import (
 )
 from mamba_jax.config.declaration import BothMixers
 from mamba_jax.families import parts
-from mamba_jax.families.base import Family, HFSource, placed, tensor, with_prefix
+from mamba_jax.families.base import HFSource, placed, tensor, with_prefix
 from mamba_jax.families.fields import Fields
 
 
 def mamba_config(fields: Fields, hidden: int, eps: float, *, inner_size: int | None = None) -> MambaConfig:
     """Reads a Mamba2 mixer. The inner width is `inner_size` or expand * hidden."""
-    heads, bias = fields.integer("mamba_n_heads", 128), fields.flag("mamba_proj_bias", False)
+    heads, bias = fields.integer("mamba_n_heads"), fields.flag("mamba_proj_bias", False)
     inner = int(fields.number("mamba_expand", 2) * hidden) if inner_size is None else inner_size
     automatic = fields.given("mamba_d_head") in (None, "auto")
     head_dim = inner // heads if automatic else fields.integer("mamba_d_head", 0)
     if heads * head_dim != inner:
         raise ModelConfigError(f"{heads} Mamba heads of {head_dim} do not make the inner width {inner}")
-    sizes: dict[str, Any] = {"heads": heads, "head_dim": head_dim, "state": 256, "groups": 1}
-    return parts.mamba_config(fields, eps, **sizes, bias=bias)
+    return parts.mamba_config(fields, eps, heads=heads, head_dim=head_dim, bias=bias)
 
 
-def bamba_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
+def bamba_from_hf(fields: Fields) -> HybridConfig:
     """Reads a config.json of transformers' `BambaConfig`."""
-    fields = Fields(raw, positions=262144)
-    hidden, eps = fields.integer("hidden_size", 4096), fields.number("rms_norm_eps", 1e-5)
+    hidden, eps = fields.integer("hidden_size"), fields.number("rms_norm_eps")
     attention_layers = set(fields.integers("attn_layer_indices", []))
-    layers = ("*-" if i in attention_layers else "M-" for i in range(fields.integer("num_hidden_layers", 32)))
+    layers = ("*-" if i in attention_layers else "M-" for i in range(fields.integer("num_hidden_layers")))
     return HybridConfig(
-        **parts.common_fields(fields, BAMBA.name, hidden, eps, vocab=128000, tied=False, bos=1, eos=2),
+        **parts.common_fields(fields, BAMBA.name, hidden, eps),
         pattern="".join(layers),
         mamba=mamba_config(fields, hidden, eps),
-        attention=parts.attention_config(fields, hidden, num_heads=32, num_kv_heads=8, rope={"share": 0.5}),
-        mlp=parts.mlp_config(fields, 14336),
+        attention=parts.attention_config(fields, hidden, rope={"share": 0.5}),
+        mlp=parts.mlp_config(fields),
     )
 
 
-def granite_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
+def granite_from_hf(fields: Fields) -> HybridConfig:
     """Reads a config.json of transformers' `GraniteMoeHybridConfig`."""
-    fields = Fields(raw, positions=2048)
     fields.only("position_embedding_type", ("rope", "nope"))
-    hidden, eps = fields.integer("hidden_size", 4096), fields.number("rms_norm_eps", 1e-6)
+    hidden, eps = fields.integer("hidden_size"), fields.number("rms_norm_eps")
     mixers = fields.layers(parts.MAMBA_KINDS, "layer_types", "layers_block_type")
     if mixers is None:
-        mixers = MAMBA * fields.integer("num_hidden_layers", 32)
-    experts, shared = fields.integer("num_local_experts", 8), fields.integer("shared_intermediate_size", 1024)
+        mixers = MAMBA * fields.integer("num_hidden_layers")
+    experts, shared = fields.integer("num_local_experts"), fields.integer("shared_intermediate_size")
     activation = fields.text("hidden_act", "silu")
     return HybridConfig(
-        **parts.common_fields(fields, GRANITE.name, hidden, eps, vocab=32000, tied=False, bos=1, eos=2),
+        **parts.common_fields(fields, GRANITE.name, hidden, eps),
         pattern="".join(mixer + (MOE if experts else MLP) for mixer in mixers),
         mamba=mamba_config(fields, hidden, eps),
         attention=parts.attention_config(
             fields,
             hidden,
-            num_heads=32,
-            num_kv_heads=None,
-            rope={} if fields.text("position_embedding_type", "nope") == "rope" else None,
+            rope={} if fields.text("position_embedding_type") == "rope" else None,
             scale=fields.number("attention_multiplier", 1.0),
         ),
         mlp=None if experts else MLPConfig(shared, activation),
         moe=parts.moe_config(
-            fields,
-            experts=experts,
-            chosen=2,
-            size=11008,
-            size_field="intermediate_size",
-            router="softmax",
-            activation=activation,
-            shared_size=shared,
+            fields, size_field="intermediate_size", router="softmax", activation=activation, shared_size=shared
         )
         if experts
         else None,
@@ -112,16 +99,15 @@ def _shared_mlp(size: int, hidden: int) -> dict[str, HFSource]:
     return gate_up | parts.weights({"down_proj": "output_linear"})
 
 
-def falcon_h1_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
+def falcon_h1_from_hf(fields: Fields) -> HybridConfig:
     """Reads a config.json of transformers' `FalconH1Config`."""
-    fields = Fields(raw, positions=8192)
-    hidden, eps = fields.integer("hidden_size", 4096), fields.number("rms_norm_eps", 1e-5)
-    inner = None if fields.explicit_null("mamba_d_ssm") else fields.integer("mamba_d_ssm", 1024)
+    hidden, eps = fields.integer("hidden_size"), fields.number("rms_norm_eps")
+    inner = None if fields.explicit_null("mamba_d_ssm") else fields.integer("mamba_d_ssm")
     times_z, times_x, times_b, times_c, times_dt = fields.numbers("ssm_multipliers", (1.0,) * 5)
     times_gate, times_down = fields.numbers("mlp_multipliers", (1.0, 1.0))
     return HybridConfig(
-        **parts.common_fields(fields, FALCON_H1.name, hidden, eps, vocab=128000, tied=False, bos=1, eos=2),
-        pattern="P-" * fields.integer("num_hidden_layers", 32),
+        **parts.common_fields(fields, FALCON_H1.name, hidden, eps),
+        pattern="P-" * fields.integer("num_hidden_layers"),
         mamba=dataclasses.replace(
             mamba_config(fields, hidden, eps, inner_size=inner),
             out_bias=fields.flag("projectors_bias", False),
@@ -134,13 +120,11 @@ def falcon_h1_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
         attention=parts.attention_config(
             fields,
             hidden,
-            num_heads=32,
-            num_kv_heads=8,
             input_multiplier=fields.number("attention_in_multiplier", 1.0),
             key_multiplier=fields.number("key_multiplier", 1.0),
             output_multiplier=fields.number("attention_out_multiplier", 1.0),
         ),
-        mlp=parts.mlp_config(fields, 14336, gate_multiplier=times_gate, output_multiplier=times_down),
+        mlp=parts.mlp_config(fields, gate_multiplier=times_gate, output_multiplier=times_down),
         embedding_multiplier=fields.number("embedding_multiplier", 1.0),
         logits_multiplier=fields.number("lm_head_multiplier", 1.0),
     )
@@ -156,17 +140,8 @@ def _only_mlp(config: MLPConfig, hidden: int) -> dict[str, HFSource]:
     return _shared_mlp(config.size(0), hidden)
 
 
-BAMBA = Family("Bamba", ("bamba",), bamba_from_hf, parts.naming("Bamba"))
-GRANITE = Family(
-    "GraniteMoeHybrid",
-    ("granitemoehybrid",),
-    granite_from_hf,
-    parts.naming("GraniteMoeHybrid", {MLP: _only_mlp, MOE: _experts}),
-)
-FALCON_H1 = Family(
-    "FalconH1",
-    ("falcon_h1",),
-    falcon_h1_from_hf,
-    parts.naming("FalconH1", {PARALLEL: _parallel}),
-    lambda config: (r".*\.mamba\.mup_vector",),
+BAMBA = parts.family("Bamba", ("bamba",), bamba_from_hf)
+GRANITE = parts.family("GraniteMoeHybrid", ("granitemoehybrid",), granite_from_hf, {MLP: _only_mlp, MOE: _experts})
+FALCON_H1 = parts.family(
+    "FalconH1", ("falcon_h1",), falcon_h1_from_hf, {PARALLEL: _parallel}, lambda config: (r".*\.mamba\.mup_vector",)
 )

@@ -208,7 +208,7 @@ def _transformer(fields: Fields, target: HybridConfig, available: Container[str]
     return {
         "hidden_size": size,
         "vocab_size": own_vocab,
-        "attention": attention_config(fields, size, num_heads=0, num_kv_heads=None),
+        "attention": attention_config(fields, size, num_heads=0),
         "mlp": mlp_config(fields, 0),
         "norm_eps": fields.number("rms_norm_eps", 1e-6),
         "own_embedding": own_embedding,

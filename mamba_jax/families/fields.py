@@ -4,26 +4,40 @@ Of multimodal checkpoints only the text model is served: its part of config.json
 towers (vision, audio, projectors) are left out.
 """
 
+from __future__ import annotations
+
 import math
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from importlib.resources import files
+from typing import Any, cast
 
 from mamba_jax.config import ModelConfigError
 
+PUBLISHED: Mapping[str, Any] = tomllib.loads((files(__package__) / "published.toml").read_text(encoding="utf-8"))
+"""What is known of each family of this package."""
+
 
 class Fields:
-    """A config.json. A field that is absent or null has its default; `aliases` are older names of it.
+    """A config.json. A field that is absent or null has its default, or is None; `aliases` are older names of it.
 
-    `positions` is the family's default of `max_position_embeddings`, which rotary embeddings are scaled by.
+    `defaults` are those of a family, which precede those that a reader of a field gives. One of
+    `max_position_embeddings`, or `positions`, is the length that rotary embeddings are scaled by.
     """
 
-    def __init__(self, raw: Mapping[str, Any], *, positions: int = 0) -> None:
-        self._raw = raw
-        if positions:
+    def __init__(self, raw: Mapping[str, Any], *, positions: int = 0, defaults: Mapping[str, Any] = {}) -> None:
+        self._raw, self._defaults = raw, defaults
+        if positions := defaults.get("max_position_embeddings", positions):
             longest = self.integer("max_position_embeddings", positions, "model_max_length")
             self._raw = {**raw, "max_position_embeddings": longest}
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any], family: str) -> Fields:
+        """Returns the fields with the defaults that `PUBLISHED` has under this name."""
+        groups = PUBLISHED[family]["defaults"].values()
+        return cls(raw, defaults={name: value for group in groups for name, value in group.items()})
 
     @property
     def raw(self) -> Mapping[str, Any]:
@@ -38,15 +52,16 @@ class Fields:
         """Returns whether the field is present and null."""
         return name in self._raw and self._raw[name] is None
 
-    def integer(self, name: str, default: int, *aliases: str) -> int:
+    def integer(self, name: str, default: int | None = None, *aliases: str) -> int:
         """Returns a whole number."""
-        value = self._checked("a whole number", _is_whole, default, name, *aliases)
-        return default if value is None else int(value)
+        value: Any = self._checked("a whole number", _is_whole, default, name, *aliases)
+        return cast(int, value if value is None else int(value))
 
-    def number(self, name: str, default: float, *aliases: str) -> float:
+    def number(self, name: str, default: float | None = None, *aliases: str) -> float:
         """Returns a number, possibly infinite."""
         value = self.given(name, *aliases)
-        return default if value is None else _number(name, value)
+        found: float = self._default(name, default) if value is None else _number(name, value)
+        return found
 
     def numbers(self, name: str, default: tuple[float, ...]) -> tuple[float, ...]:
         """Returns a list of numbers of the same length as the default."""
@@ -57,11 +72,11 @@ class Fields:
         value = self._checked(f"a list of {len(default)} numbers", accepts, default, name)
         return tuple(_number(name, one) for one in value)
 
-    def flag(self, name: str, default: bool, *aliases: str) -> bool:
+    def flag(self, name: str, default: bool = False, *aliases: str) -> bool:
         """Returns true or false."""
         return bool(self._checked("true or false", lambda value: isinstance(value, bool), default, name, *aliases))
 
-    def text(self, name: str, default: str, *aliases: str) -> str:
+    def text(self, name: str, default: str | None = None, *aliases: str) -> str:
         """Returns a string."""
         return str(self._checked("a string", lambda value: isinstance(value, str), default, name, *aliases))
 
@@ -84,10 +99,14 @@ class Fields:
         """Returns the value under the first of these names that has one, or the default."""
         key = next((name for name in names if self._raw.get(name) is not None), None)
         if key is None:
-            return default
+            return self._default(names[0], default)
         if not accepts(self._raw[key]):
             raise ModelConfigError(f"config field {key} is {self._raw[key]!r}: {expected} is expected")
         return self._raw[key]
+
+    def _default(self, name: str, given: Any) -> Any:
+        """Returns the family's default of a field; `given` where it has none."""
+        return self._defaults.get(name, given)
 
     def tokens(self, name: str, default: int | None) -> tuple[int, ...]:
         """One token id, several, or none, which may be -1 too."""
@@ -123,14 +142,14 @@ class Fields:
 
     def token(self, name: str, default: int | None) -> int | None:
         """One token id, or none."""
-        absent = None if self.explicit_null(name) else default
+        absent = None if self.explicit_null(name) else self._default(name, default)
         return absent if self.given(name) is None else self.integer(name, 0)
 
-    def key_value_heads(self, heads: int, default: int | None) -> int:
+    def key_value_heads(self, heads: int, default: int | None = None) -> int:
         """`num_key_value_heads`: null, and a default of None, mean the number of query heads."""
-        if default is None or self.explicit_null("num_key_value_heads"):
-            default = heads
-        return self.integer("num_key_value_heads", default)
+        if self.given(name := "num_key_value_heads") is not None:
+            return self.integer(name)
+        return heads if self.explicit_null(name) else int(self._default(name, default) or heads)
 
 
 def _is_whole(value: Any) -> bool:

@@ -11,46 +11,44 @@ from typing import Any
 from mamba_jax.config import LATENT, MLP, MOE, HybridConfig, LatentAttentionConfig, MLPConfig, ModelConfigError
 from mamba_jax.config.linear_recurrence import DELTA, DeltaConfig
 from mamba_jax.families import parts
-from mamba_jax.families.base import Family, HFSource, placed
+from mamba_jax.families.base import HFSource, placed
 from mamba_jax.families.fields import Fields
 from mamba_jax.families.rope import rope_config
 
 _KINDS = {"linear_attention": DELTA, "full_attention": LATENT}
 _LATENT_NORM_EPS = 1e-6  # independent of the config's value for other norms
-_ROPE_THETA = 6e6
 _MOST_DRAFTS = 4
 """Layers of a checkpoint after the model's that are left out, at most."""
 
 
-def kimi_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
+def kimi_from_hf(fields: Fields) -> HybridConfig:
     """Reads a config.json of transformers' `KimiLinearConfig`, or of Moonshot's own."""
-    fields = Fields(raw)
     fields.only("attention_bias", (False,))
     fields.only("mla_use_nope", (True,))
     fields.only("moe_router_activation_func", ("sigmoid",))
     fields.only("moe_layer_freq", (1,))
     fields.only("q_lora_rank", ())
-    hidden, eps = fields.integer("hidden_size", 2304), fields.number("rms_norm_eps", 1e-5)
-    layers = fields.integer("num_hidden_layers", 27)
-    pairs = zip(_kimi_mixers(fields, layers), _feed_forward(fields, layers, dense=1), strict=True)
+    hidden, eps = fields.integer("hidden_size"), fields.number("rms_norm_eps")
+    layers = fields.integer("num_hidden_layers")
+    pairs = zip(_kimi_mixers(fields, layers), _feed_forward(fields, layers), strict=True)
     inner = Fields(fields.mapping("linear_attn_config"))
-    heads = inner.integer("num_heads", fields.integer("linear_num_heads", 32))
-    size = inner.integer("head_dim", fields.integer("linear_head_dim", 128))
-    width = inner.integer("short_conv_kernel_size", fields.integer("linear_conv_kernel_dim", 4))
+    heads = inner.integer("num_heads", fields.integer("linear_num_heads"))
+    size = inner.integer("head_dim", fields.integer("linear_head_dim"))
+    width = inner.integer("short_conv_kernel_size", fields.integer("linear_conv_kernel_dim"))
     return HybridConfig(
-        **parts.common_fields(fields, KIMI_LINEAR.name, hidden, eps, vocab=163840, tied=False, bos=163584, eos=163586)
-        | {"max_position_embeddings": fields.integer("model_max_length", 1048576, "max_position_embeddings")},
+        **parts.common_fields(fields, KIMI_LINEAR.name, hidden, eps)
+        | {"max_position_embeddings": fields.integer("model_max_length", None, "max_position_embeddings")},
         pattern="".join(map("".join, pairs)),
         latent_attention=_latent_attention(fields),
-        mlp=MLPConfig(fields.integer("intermediate_size", 9216)),
-        moe=parts.moe_config(fields, experts=256, chosen=8, size=1024, scaling=2.446, shared=1),
+        mlp=MLPConfig(fields.integer("intermediate_size")),
+        moe=parts.moe_config(fields, shared=True),
         recurrences=(_delta_config(heads, size, width, eps, gate_rank=size),),
     )
 
 
 def _latent_attention(fields: Fields, **options: Any) -> LatentAttentionConfig:
     return LatentAttentionConfig(
-        num_heads=fields.integer("num_attention_heads", 32),
+        num_heads=fields.integer("num_attention_heads"),
         key_size=fields.integer("qk_nope_head_dim", 128),
         shared_key_size=fields.integer("qk_rope_head_dim", 64),
         value_size=fields.integer("v_head_dim", 128),
@@ -93,11 +91,11 @@ def _kimi_mixers(fields: Fields, layers: int) -> str:
     return found
 
 
-def _feed_forward(fields: Fields, layers: int, *, dense: int) -> str:
-    """MLPs and mixtures of experts, from `mlp_layer_types`, or the first layers dense: `dense` is the default."""
+def _feed_forward(fields: Fields, layers: int) -> str:
+    """MLPs and mixtures of experts, from `mlp_layer_types`, or the first layers dense."""
     found = fields.layers({"dense": MLP, "sparse": MOE}, "mlp_layer_types", count=layers)
     if found is None:
-        dense = min(fields.integer("first_k_dense_replace", dense), layers)
+        dense = min(fields.integer("first_k_dense_replace"), layers)
         found = MLP * dense + MOE * (layers - dense)
     return found
 
@@ -125,10 +123,9 @@ def _convolutions(config: DeltaConfig) -> dict[str, HFSource]:
     return sources
 
 
-def ling3_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
+def ling3_from_hf(fields: Fields) -> HybridConfig:
     """Reads a config.json of transformers' `BailingHybridConfig`, or of inclusionAI's own."""
     # transformers saves the context as model_max_length.
-    fields = Fields(raw, positions=262144)
     fields.only("attention_bias", (False,))
     fields.only("rope_interleave", (True,))
     fields.only("no_kda_lora", (True,))
@@ -136,28 +133,28 @@ def ling3_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     rope = fields.given("rope_parameters") or fields.given("rope_scaling") or {}
     if isinstance(rope, Mapping) and rope.get("mscale_all_dim"):
         raise ModelConfigError(f"config field mscale_all_dim is {rope['mscale_all_dim']!r}: only null is supported")
-    hidden, eps = fields.integer("hidden_size", 2560), fields.number("rms_norm_eps", 1e-6)
-    layers, heads = fields.integer("num_hidden_layers", 42), fields.integer("num_attention_heads", 32)
+    hidden, eps = fields.integer("hidden_size"), fields.number("rms_norm_eps")
+    layers, heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
     # transformers saves the size of rotated keys as head_dim.
     head_dim = fields.integer("linear_head_dim", fields.integer("head_dim", 128))
-    bound = fields.number("kda_lower_bound", -5.0) if fields.flag("kda_safe_gate", True) else None
-    conv_width = fields.integer("short_conv_kernel_size", 4)
+    bound = fields.number("kda_lower_bound") if fields.flag("kda_safe_gate") else None
+    conv_width = fields.integer("short_conv_kernel_size")
     mixers = fields.layers(_KINDS, "layer_types", count=layers)
     if mixers is None:
-        every = fields.integer("layer_group_size", 6)
+        every = fields.integer("layer_group_size")
         mixers = "".join(DELTA if (i + 1) % every else LATENT for i in range(layers))
-    pairs = zip(mixers, _feed_forward(fields, layers, dense=2), strict=True)
+    pairs = zip(mixers, _feed_forward(fields, layers), strict=True)
     return HybridConfig(
-        **parts.common_fields(fields, LING3.name, hidden, eps, vocab=157184, tied=False, bos=None, eos=156895),
+        **parts.common_fields(fields, LING3.name, hidden, eps),
         pattern="".join(map("".join, pairs)),
         latent_attention=_latent_attention(
             fields,
             query_latent_size=fields.integer("q_lora_rank", 0),
-            rope=rope_config(fields, fields.integer("qk_rope_head_dim", 64), theta=_ROPE_THETA),
+            rope=rope_config(fields, fields.integer("qk_rope_head_dim", 64)),
             head_gate=True,
         ),
-        mlp=MLPConfig(fields.integer("intermediate_size", 6144)),
-        moe=parts.moe_config(fields, experts=512, chosen=8, size=768, groups=(8, 4), scaling=2.5, shared=1),
+        mlp=MLPConfig(fields.integer("intermediate_size")),
+        moe=parts.moe_config(fields, shared=True),
         recurrences=(_delta_config(heads, head_dim, conv_width, eps, log_decay_bound=bound),),
         mtp_pattern=_draft_pattern(fields),
     )
@@ -168,7 +165,7 @@ def _draft_pattern(fields: Fields) -> str:
     for name, kind in (("mtp_layer_types", "full_attention"), ("mtp_mlp_layer_types", "sparse")):
         if set(found := fields.strings(name) or [kind]) != {kind}:
             raise ModelConfigError(f"config field {name} is {found!r}: only [{kind!r}] is supported")
-    return LATENT + MOE if fields.integer("num_nextn_predict_layers", 1, "num_mtp_layers") == 1 else ""
+    return LATENT + MOE if fields.integer("num_nextn_predict_layers", None, "num_mtp_layers") == 1 else ""
 
 
 def ling3_names(config: HybridConfig) -> dict[str, HFSource]:
@@ -196,5 +193,5 @@ def _ignored(config: HybridConfig) -> tuple[str, ...]:
     return tuple(rf"model\.layers\.{layers + i}\.{drafts}" for i in range(_MOST_DRAFTS))
 
 
-KIMI_LINEAR = Family("KimiLinear", ("kimi_linear",), kimi_from_hf, parts.naming("KimiLinear", {DELTA: _kimi_delta}))
-LING3 = Family("Ling3", ("bailing_hybrid",), ling3_from_hf, ling3_names, _ignored)
+KIMI_LINEAR = parts.family("KimiLinear", ("kimi_linear",), kimi_from_hf, {DELTA: _kimi_delta})
+LING3 = parts.family("Ling3", ("bailing_hybrid",), ling3_from_hf, ling3_names, _ignored)

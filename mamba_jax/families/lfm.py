@@ -4,60 +4,48 @@ LFM3 (2026) has attention to a window, too. Its sublayers also normalize their o
 each head.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from mamba_jax.config import ATTENTION, MLP, MOE, WINDOWED, AttentionConfig, HybridConfig, MLPConfig, QKNormConfig
 from mamba_jax.config.channel_recurrence import SHORT_CONV, ShortConvConfig
 from mamba_jax.families import parts
-from mamba_jax.families.base import Family, HFSource
+from mamba_jax.families.base import HFSource
 from mamba_jax.families.fields import Fields
 
 _SPARSE = "lfm2_moe"
 _KINDS = {"conv": SHORT_CONV, "sliding_attention": WINDOWED, "full_attention": ATTENTION}
-_ROPE_THETA = 1e6
 _LFM3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
 }
 
 
-def lfm2_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
+def lfm2_from_hf(fields: Fields) -> HybridConfig:
     """Reads a config.json of transformers' `Lfm2Config` or `Lfm2MoeConfig`."""
-    fields, sparse = Fields(raw, positions=128_000), raw.get("model_type") == _SPARSE
-    hidden, eps = fields.integer("hidden_size", 2048 if sparse else 2560), fields.number("norm_eps", 1e-5)
+    sparse = fields.given("model_type") == _SPARSE
+    hidden, eps = fields.integer("hidden_size", 2048 if sparse else 2560), fields.number("norm_eps")
     if sparse:
         fields.only("use_expert_bias", (True,))
-    layers = fields.integer("num_hidden_layers", 32)
+    layers = fields.integer("num_hidden_layers")
     kinds = {name: kind for name, kind in _KINDS.items() if kind != WINDOWED}
     mixers = fields.layers(kinds, "layer_types", count=layers)
     if mixers is None:
         attention_layers = set(fields.integers("full_attn_idxs", list(range(layers))))
         mixers = "".join(ATTENTION if i in attention_layers else SHORT_CONV for i in range(layers))
-    dense = fields.integer("num_dense_layers", 2) if sparse else layers
-    size = fields.integer("intermediate_size", 7168) if sparse else _adjusted_size(fields)
+    dense = fields.integer("num_dense_layers") if sparse else layers
+    size = fields.integer("intermediate_size") if sparse else _adjusted_size(fields)
     return HybridConfig(
-        **parts.common_fields(fields, LFM2_FAMILY.name, hidden, eps, vocab=65536, tied=True, bos=1, eos=2, silu=None)
+        **parts.common_fields(fields, LFM2_FAMILY.name, hidden, eps, silu=None)
         | {"tie_word_embeddings": fields.flag("tie_embedding", True, "tie_word_embeddings")},
         pattern="".join(mixer + (MLP if i < dense else MOE) for i, mixer in enumerate(mixers)),
-        attention=parts.attention_config(
-            fields,
-            hidden,
-            num_heads=32,
-            num_kv_heads=8,
-            rope={"theta": _ROPE_THETA},
-            bias=False,
-            qk_norm=QKNormConfig(eps),
-        ),
+        attention=parts.attention_config(fields, hidden, bias=False, qk_norm=QKNormConfig(eps)),
         mlp=MLPConfig(size),
-        moe=parts.moe_config(fields, experts=32, chosen=4, size=1792) if sparse else None,
-        recurrences=(ShortConvConfig(hidden, fields.integer("conv_L_cache", 3), bias=fields.flag("conv_bias", False)),),
+        moe=parts.moe_config(fields) if sparse else None,
+        recurrences=(ShortConvConfig(hidden, fields.integer("conv_L_cache"), bias=fields.flag("conv_bias", False)),),
     )
 
 
 def _adjusted_size(fields: Fields) -> int:
     """The inner size of MLPs: two thirds of the field, times a factor, rounded up, unless the config disables this."""
-    size = fields.integer("block_ff_dim", 12288, "intermediate_size")
+    size = fields.integer("block_ff_dim", None, "intermediate_size")
     if not fields.flag("block_auto_adjust_ff_dim", True):
         return size
     size = int(fields.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
@@ -65,17 +53,16 @@ def _adjusted_size(fields: Fields) -> int:
     return -(-size // multiple) * multiple
 
 
-def lfm3_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
+def lfm3_from_hf(fields: Fields) -> HybridConfig:
     """Reads a config.json of transformers' `Lfm3Config`.
 
     Without `layer_types`, every fourth layer from the third on attends to everything, from the fifth on to a window.
     """
-    fields = Fields(raw, positions=128_000)
     if fields.given("rope_parameters", "rope_scaling") is None:
-        fields = Fields({**fields.raw, "rope_parameters": _LFM3_ROPE})
+        fields = Fields.of({**fields.raw, "rope_parameters": _LFM3_ROPE}, LFM3_FAMILY.name)
     fields.only("attention_bias", (False,))
-    hidden, eps = fields.integer("hidden_size", 2048), fields.number("norm_eps", 1e-5)
-    layers = fields.integer("num_hidden_layers", 24)
+    hidden, eps = fields.integer("hidden_size"), fields.number("norm_eps")
+    layers = fields.integer("num_hidden_layers")
     every_fourth = WINDOWED + SHORT_CONV + ATTENTION + SHORT_CONV
     default = "".join(every_fourth[i % 4] if i else SHORT_CONV for i in range(layers))
     mixers = fields.layers(_KINDS, "layer_types", count=layers) or default
@@ -84,26 +71,21 @@ def lfm3_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
         return parts.attention_config(
             fields,
             hidden,
-            num_heads=16,
-            num_kv_heads=4,
-            head_dim=128,
-            rope={"theta": _ROPE_THETA, "layers": kind},
+            rope={"layers": kind},
             qk_norm=QKNormConfig(eps),
-            head_gate=fields.flag("use_attention_gate", True),
+            head_gate=fields.flag("use_attention_gate"),
             window=window,
         )
 
-    windowed = attention("sliding_attention", fields.integer("sliding_window", 256))
+    windowed = attention("sliding_attention", fields.integer("sliding_window"))
     return HybridConfig(
-        **parts.common_fields(
-            fields, LFM3_FAMILY.name, hidden, eps, vocab=128_000, tied=True, bos=124_894, eos=124_900, silu=None
-        ),
+        **parts.common_fields(fields, LFM3_FAMILY.name, hidden, eps, silu=None),
         pattern="".join(mixer + MLP for mixer in mixers),
         attention=attention("full_attention", None) if ATTENTION in mixers else None,
         windowed_attention=windowed if WINDOWED in mixers else None,
-        mlp=MLPConfig(fields.integer("intermediate_size", 7680)),
-        recurrences=(ShortConvConfig(hidden, fields.integer("conv_L_cache", 7), bias=fields.flag("conv_bias", False)),),
-        norm_both=fields.flag("use_sandwich_norm", True),
+        mlp=MLPConfig(fields.integer("intermediate_size")),
+        recurrences=(ShortConvConfig(hidden, fields.integer("conv_L_cache"), bias=fields.flag("conv_bias", False)),),
+        norm_both=fields.flag("use_sandwich_norm"),
     )
 
 
@@ -113,5 +95,5 @@ def _conv(config: ShortConvConfig, hidden: int) -> dict[str, HFSource]:
     return parts.named(config.parameters(), shapes={**shapes, "in_proj.bias": (3 * channels,)})
 
 
-LFM2_FAMILY = Family("LFM2", ("lfm2", _SPARSE), lfm2_from_hf, parts.naming("LFM2", {SHORT_CONV: _conv}))
-LFM3_FAMILY = Family("LFM3", ("lfm3",), lfm3_from_hf, parts.naming("LFM3", {SHORT_CONV: _conv}))
+LFM2_FAMILY = parts.family("LFM2", ("lfm2", _SPARSE), lfm2_from_hf, {SHORT_CONV: _conv})
+LFM3_FAMILY = parts.family("LFM3", ("lfm3",), lfm3_from_hf, {SHORT_CONV: _conv})

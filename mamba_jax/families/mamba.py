@@ -5,50 +5,44 @@ MLP or a mixture of experts.
 Falcon-Mamba also normalizes B, C and what step sizes are projected from, without weights.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from mamba_jax.config import ATTENTION, MAMBA, MLP, MOE, HybridConfig, MLPConfig, ModelConfigError
 from mamba_jax.config.channel_recurrence import MAMBA1, Mamba1Config
 from mamba_jax.families import parts
-from mamba_jax.families.base import Family
 from mamba_jax.families.fields import Fields
 
 _FALCON = "falcon_mamba"
 
 
-def mamba1_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
+def mamba1_from_hf(fields: Fields) -> HybridConfig:
     """Reads a config.json of transformers' `MambaConfig` or `FalconMambaConfig`."""
-    fields = Fields(raw)
-    hidden, eps = fields.integer("hidden_size", 768), fields.number("layer_norm_epsilon", 1e-5)
+    hidden, eps = fields.integer("hidden_size"), fields.number("layer_norm_epsilon")
     falcon = fields.given("model_type") == _FALCON
     # Falcon-Mamba's config.json has an `expand` that its own width contradicts.
     channels = fields.integer("intermediate_size", int(fields.number("expand", 2) * hidden))
-    norm_eps = fields.number("mixer_rms_eps", 1e-6) if falcon else None
+    norm_eps = fields.number("mixer_rms_eps") if falcon else None
     return HybridConfig(
-        **parts.common_fields(fields, MAMBA1_FAMILY.name, hidden, eps, vocab=50280, tied=True, bos=0, eos=0)
-        | {"max_position_embeddings": None},
-        pattern=MAMBA1 * fields.integer("num_hidden_layers", 32),
+        **parts.common_fields(fields, MAMBA1_FAMILY.name, hidden, eps) | {"max_position_embeddings": None},
+        pattern=MAMBA1 * fields.integer("num_hidden_layers"),
         recurrences=(_mamba1_config(fields, hidden, channels, norm_eps=norm_eps),),
         residual_in_fp32=fields.flag("residual_in_fp32", True),
     )
 
 
-def mamba2_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
+def mamba2_from_hf(fields: Fields) -> HybridConfig:
     """Reads a config.json of transformers' `Mamba2Config`."""
-    fields = Fields(raw)
-    hidden, eps = fields.integer("hidden_size", 4096), fields.number("layer_norm_epsilon", 1e-5)
-    sizes: dict[str, Any] = {"heads": fields.integer("num_heads", 128), "head_dim": fields.integer("head_dim", 64)}
-    mamba = parts.mamba_config(fields, eps, **sizes, state=128, groups=8, bias=fields.flag("use_bias", False))
+    hidden, eps = fields.integer("hidden_size"), fields.number("layer_norm_epsilon")
+    heads, head_dim, bias = fields.integer("num_heads"), fields.integer("head_dim"), fields.flag("use_bias", False)
+    mamba = parts.mamba_config(fields, eps, heads=heads, head_dim=head_dim, bias=bias)
     expand = fields.number("expand", 2)
     if mamba.inner_size != expand * hidden:
         raise ModelConfigError(
             f"{mamba.num_heads} heads of {mamba.head_dim} do not make expand * hidden_size = {expand:g} * {hidden}"
         )
     return HybridConfig(
-        **parts.common_fields(fields, MAMBA2_FAMILY.name, hidden, eps, vocab=32768, tied=False, bos=0, eos=2)
-        | {"max_position_embeddings": None},
-        pattern=MAMBA * fields.integer("num_hidden_layers", 64),
+        **parts.common_fields(fields, MAMBA2_FAMILY.name, hidden, eps) | {"max_position_embeddings": None},
+        pattern=MAMBA * fields.integer("num_hidden_layers"),
         mamba=mamba,
         residual_in_fp32=fields.flag("residual_in_fp32", True),
     )
@@ -68,36 +62,30 @@ def _mamba1_config(fields: Fields, hidden: int, channels: int, **options: Any) -
     )
 
 
-def jamba_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
+def jamba_from_hf(fields: Fields) -> HybridConfig:
     """Reads a config.json of transformers' `JambaConfig`."""
-    fields = Fields(raw, positions=262144)
     fields.only("mamba_inner_layernorms", (True,))
     parts.refuse_window(fields)
-    hidden, eps = fields.integer("hidden_size", 4096), fields.number("rms_norm_eps", 1e-6)
-    experts = fields.integer("num_experts", 16, "num_local_experts")
-    attends, routes = _every(fields, "attn_layer", 8, 4), _every(fields, "expert_layer", 2, 1)
-    layers, channels = range(fields.integer("num_hidden_layers", 32)), int(fields.number("mamba_expand", 2) * hidden)
+    hidden, eps = fields.integer("hidden_size"), fields.number("rms_norm_eps")
+    experts = fields.integer("num_experts", None, "num_local_experts")
+    attends, routes = _every(fields, "attn_layer"), _every(fields, "expert_layer")
+    layers, channels = range(fields.integer("num_hidden_layers")), int(fields.number("mamba_expand", 2) * hidden)
     pattern = "".join(
         (ATTENTION if attends(layer) else MAMBA1) + (MOE if experts > 1 and routes(layer) else MLP) for layer in layers
     )
     return HybridConfig(
-        **parts.common_fields(fields, JAMBA_FAMILY.name, hidden, eps, vocab=65536, tied=False, bos=1, eos=2),
+        **parts.common_fields(fields, JAMBA_FAMILY.name, hidden, eps),
         pattern=pattern,
         recurrences=(_mamba1_config(fields, hidden, channels, norm_eps=eps, norm_weights=True),),
-        attention=parts.attention_config(fields, hidden, num_heads=32, num_kv_heads=8, rope=None),
-        mlp=MLPConfig(fields.integer("intermediate_size", 14336)),
-        moe=parts.moe_config(
-            fields, experts=16, chosen=2, size=14336, size_field="intermediate_size", router="softmax_all"
-        )
-        if MOE in pattern
-        else None,
+        attention=parts.attention_config(fields, hidden, rope=None),
+        mlp=MLPConfig(fields.integer("intermediate_size")),
+        moe=parts.moe_config(fields, size_field="intermediate_size", router="softmax_all") if MOE in pattern else None,
     )
 
 
-def _every(fields: Fields, name: str, default_period: int, default_offset: int) -> Any:
+def _every(fields: Fields, name: str) -> Any:
     """Returns a predicate of the layers that `NAME_period` and `NAME_offset` select."""
-    period = fields.integer(f"{name}_period", default_period)
-    offset = fields.integer(f"{name}_offset", default_offset)
+    period, offset = fields.integer(f"{name}_period"), fields.integer(f"{name}_offset")
     if not 0 <= offset < period:
         raise ModelConfigError(
             f"config field {name}_offset is {offset}: 0 to {name}_period - 1 = {period - 1} expected"
@@ -105,6 +93,6 @@ def _every(fields: Fields, name: str, default_period: int, default_offset: int) 
     return lambda layer: layer % period == offset
 
 
-MAMBA1_FAMILY = Family("Mamba", ("mamba", _FALCON), mamba1_from_hf, parts.naming("Mamba"))
-MAMBA2_FAMILY = Family("Mamba2", ("mamba2",), mamba2_from_hf, parts.naming("Mamba2"))
-JAMBA_FAMILY = Family("Jamba", ("jamba",), jamba_from_hf, parts.naming("Jamba"))
+MAMBA1_FAMILY = parts.family("Mamba", ("mamba", _FALCON), mamba1_from_hf)
+MAMBA2_FAMILY = parts.family("Mamba2", ("mamba2",), mamba2_from_hf)
+JAMBA_FAMILY = parts.family("Jamba", ("jamba",), jamba_from_hf)

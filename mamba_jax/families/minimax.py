@@ -3,40 +3,36 @@
 A sublayer adds what its mixer gives to the normalized input, not to the input as it came.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from mamba_jax.config import ATTENTION, MOE, HybridConfig, ModelConfigError, NormedResidual
 from mamba_jax.config.linear_recurrence import LIGHTNING, LightningConfig
 from mamba_jax.families import parts
-from mamba_jax.families.base import Family, HFSource
+from mamba_jax.families.base import HFSource
 from mamba_jax.families.fields import Fields
 from mamba_jax.families.rope import rope_config
 
 _LIGHTNING_NORM_EPS = 1e-6  # independent of the config's value for other norms
-_ROPE_THETA = 1e6
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
+def config_from_hf(fields: Fields) -> HybridConfig:
     """Reads a config.json of transformers' `MiniMaxConfig`, or of MiniMax's own."""
-    fields = Fields(raw, positions=131072)
     fields.only("postnorm", (True,))
     fields.only("shared_intermediate_size", (0,))
     parts.refuse_window(fields)
-    hidden, eps = fields.integer("hidden_size", 4096), fields.number("rms_norm_eps", 1e-5)
-    mixers = _mixers(fields, fields.integer("num_hidden_layers", 32))
+    hidden, eps = fields.integer("hidden_size"), fields.number("rms_norm_eps")
+    mixers = _mixers(fields, fields.integer("num_hidden_layers"))
     # MiniMax's own code rotates part of each head; transformers knows no such field.
-    attention = parts.attention_config(fields, hidden, num_heads=32, num_kv_heads=8, rope=None, bias=False)
+    attention = parts.attention_config(fields, hidden, rope=None, bias=False)
     # Decays slow down from layer to layer: by a factor from 1 down to 1e-5.
     last = len(mixers) - 1 + 1e-5
     factors = tuple(1 - layer / last + 1e-5 for layer, mixer in enumerate(mixers) if mixer == LIGHTNING)
-    rope = rope_config(fields, fields.integer("rotary_dim", attention.head_dim), theta=_ROPE_THETA)
+    rope = rope_config(fields, fields.integer("rotary_dim", attention.head_dim))
     return HybridConfig(
-        **parts.common_fields(fields, FAMILY.name, hidden, eps, vocab=32000, tied=False, bos=1, eos=2),
+        **parts.common_fields(fields, FAMILY.name, hidden, eps),
         pattern="".join(mixer + MOE for mixer in mixers),
         attention=replace(attention, rope=rope),
-        moe=parts.moe_config(fields, experts=8, chosen=2, size=14336, size_field="intermediate_size", router="softmax"),
+        moe=parts.moe_config(fields, size_field="intermediate_size", router="softmax"),
         recurrences=(LightningConfig(attention.num_heads, attention.head_dim, _LIGHTNING_NORM_EPS, factors),),
         normed_residuals=(
             _residual(fields, LIGHTNING, "linear_attn", "linear_attention"),
@@ -76,10 +72,5 @@ def _ignored(config: HybridConfig) -> tuple[str, ...]:
     return (r"model\.layers\.\d+\.self_attn\.(slope_rate|query_decay|key_decay|diagonal_decay)",)
 
 
-FAMILY = Family(
-    "MiniMax",
-    ("minimax", "minimax_text_01", "minimax_m1"),
-    config_from_hf,
-    parts.naming("MiniMax", {LIGHTNING: _lightning}),
-    _ignored,
-)
+TYPES = ("minimax", "minimax_text_01", "minimax_m1")
+FAMILY = parts.family("MiniMax", TYPES, config_from_hf, {LIGHTNING: _lightning}, _ignored)

@@ -5,11 +5,10 @@ the mixer's on; `layers` and `whole_model` put both in their places.
 """
 
 import math
-import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.resources import files
+from types import MappingProxyType
 from typing import Any, Literal
 
 from mamba_jax.config import (
@@ -29,8 +28,8 @@ from mamba_jax.config import (
 )
 from mamba_jax.config.channel_recurrence import MAMBA1, Mamba1Config
 from mamba_jax.config.linear_recurrence import DeltaConfig
-from mamba_jax.families.base import HFSource, placed, tensor, with_prefix
-from mamba_jax.families.fields import Fields
+from mamba_jax.families.base import Family, HFSource, placed, tensor, with_prefix
+from mamba_jax.families.fields import PUBLISHED, Fields
 from mamba_jax.families.rope import rope_config
 
 Names = Callable[[Any, int], dict[str, HFSource]]
@@ -44,7 +43,6 @@ MAMBA_KINDS = {"linear_attention": MAMBA, "mamba": MAMBA, "full_attention": ATTE
 """Types of layers of Mamba2 and attention, in transformers' words."""
 MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
 """Names of the gate, up and down projection of an MLP or an expert: ours and most families'."""
-_PUBLISHED = tomllib.loads((files(__package__) / "published.toml").read_text(encoding="utf-8"))
 
 
 def common_fields(
@@ -53,13 +51,13 @@ def common_fields(
     hidden: int,
     eps: float,
     *,
-    vocab: int,
-    tied: bool,
-    bos: int | None,
-    eos: int | None,
+    vocab: int | None = None,
+    tied: bool = False,
+    bos: int | None = None,
+    eos: int | None = None,
     silu: str | None = "hidden_act",
 ) -> dict[str, Any]:
-    """Reads the fields around the layers, named equally in most families. The keywords are defaults.
+    """Reads the fields around the layers, named equally in most families. The keywords are defaults, as of `Fields`.
 
     `silu`: the name of the field with the activation, if only SiLU is supported.
     """
@@ -81,8 +79,8 @@ def attention_config(
     fields: Fields,
     hidden: int,
     *,
-    num_heads: int,
-    num_kv_heads: int | None,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
     head_dim: int | None = None,
     rope: Mapping[str, Any] | None = {},
     **options: Any,
@@ -111,60 +109,50 @@ def attention_config(
 def moe_config(
     fields: Fields,
     *,
-    experts: int,
-    chosen: int,
-    size: int,
     size_field: str = "moe_intermediate_size",
     router: Literal["sigmoid", "softmax", "softmax_all"] = "sigmoid",
-    groups: tuple[int, int] = (1, 1),
-    scaling: float = 1.0,
-    shared: int = 0,
+    shared: bool = False,
     **options: Any,
 ) -> MoEConfig:
     """Reads a mixture of experts from the usual fields.
 
     Args:
-        experts: default, as `chosen` (for each token), `size` (of an expert), `scaling`, and for sigmoid routers
-            `groups` and the number of those that are chosen.
-        shared: default number of shared experts; 0: the family has no such field.
+        shared: whether the family has a field with the number of shared experts.
         options: of `MoEConfig`.
     """
-    size = fields.integer(size_field, size)
+    size = fields.integer(size_field)
     if router == "sigmoid":
         options |= {
-            "num_groups": fields.integer("n_group", groups[0], "num_expert_group"),
-            "top_groups": fields.integer("topk_group", groups[1]),
+            "num_groups": fields.integer("n_group", 1, "num_expert_group"),
+            "top_groups": fields.integer("topk_group", 1),
             "normalize": fields.flag("norm_topk_prob", True, "moe_renormalize"),
-            "scaling": fields.number("routed_scaling_factor", scaling),
+            "scaling": fields.number("routed_scaling_factor", 1.0),
         }
     if shared:
-        options["shared_size"] = size * fields.integer("num_shared_experts", shared, "n_shared_experts")
+        options["shared_size"] = size * fields.integer("num_shared_experts", None, "n_shared_experts")
     return MoEConfig(
-        num_experts=fields.integer("num_experts", experts, "num_local_experts", "n_routed_experts"),
-        experts_per_token=fields.integer("num_experts_per_tok", chosen, "num_experts_per_token"),
+        num_experts=fields.integer("num_experts", None, "num_local_experts", "n_routed_experts"),
+        experts_per_token=fields.integer("num_experts_per_tok", None, "num_experts_per_token"),
         intermediate_size=size,
         router=router,
         **options,
     )
 
 
-def mlp_config(fields: Fields, size: int, **options: Any) -> MLPConfig:
+def mlp_config(fields: Fields, size: int | None = None, **options: Any) -> MLPConfig:
     """Reads a gated MLP from the usual fields. `size` is the default of `intermediate_size`."""
     activation, bias = fields.text("hidden_act", "silu"), fields.flag("mlp_bias", False)
     return MLPConfig(fields.integer("intermediate_size", size), activation, bias=bias, **options)
 
 
 def mamba_config(
-    fields: Fields, eps: float, *, heads: int, head_dim: int, state: int, groups: int, bias: bool, limited: bool = True
+    fields: Fields, eps: float, *, heads: int, head_dim: int, bias: bool, limited: bool = True
 ) -> MambaConfig:
-    """Reads a Mamba2 mixer from the usual fields.
-
-    `state` and `groups` are defaults. `limited`: whether step sizes are limited.
-    """
+    """Reads a Mamba2 mixer from the usual fields. `limited`: whether step sizes are limited."""
     arguments: dict[str, Any] = {
         "dt_limit": fields.numbers("time_step_limit", (0.0, math.inf)) if limited else (0.0, math.inf),
-        "state_size": fields.integer("mamba_d_state", state, "ssm_state_size", "state_size"),
-        "num_groups": fields.integer("mamba_n_groups", groups, "mamba_ngroups", "n_groups"),
+        "state_size": fields.integer("mamba_d_state", None, "ssm_state_size", "state_size"),
+        "num_groups": fields.integer("mamba_n_groups", None, "mamba_ngroups", "n_groups"),
         "conv_width": fields.integer("mamba_d_conv", 4, "conv_kernel"),
         "conv_bias": fields.flag("mamba_conv_bias", True, "use_conv_bias"),
         "norm_eps": eps,
@@ -173,7 +161,14 @@ def mamba_config(
 
 
 def delta_config(
-    fields: Fields, eps: float, *, values: int, keys: int, value_size: int = 128, key_size: int = 128, beta: float = 1.0
+    fields: Fields,
+    eps: float,
+    *,
+    values: int | None = None,
+    keys: int | None = None,
+    value_size: int = 128,
+    key_size: int = 128,
+    beta: float = 1.0,
 ) -> DeltaConfig:
     """Reads a gated delta net from the usual fields. Numbers and sizes of heads are defaults."""
     return DeltaConfig(
@@ -362,32 +357,40 @@ def whole_model(
 
 
 _USUAL: Mapping[str, Names] = {
-    MAMBA: mamba,
-    MAMBA1: mamba1,
-    ATTENTION: attention,
-    WINDOWED: attention,
-    LATENT: latent_attention,
-    MLP: mlp,
+    MAMBA: mamba, MAMBA1: mamba1, ATTENTION: attention, WINDOWED: attention, LATENT: latent_attention, MLP: mlp,
     MOE: moe,
-}
+}  # fmt: skip
 
 
 def mixers(family: str, own: Mapping[str, Names] = {}) -> Mixers:
-    """Returns the mixers of a family that `published.toml` has. `own`: the names of parameters that are not the usual ones,
-    by the kind of sublayer."""
+    """Returns the mixers of a family in `PUBLISHED`. `own`: the names of parameters that are not the usual ones, by the
+    kind of sublayer."""
     found, names = {}, {**_USUAL, **own}
-    for kind, entry in _PUBLISHED[family]["mixers"].items():
+    for kind, entry in PUBLISHED[family]["mixers"].items():
         options = dict(entry) if isinstance(entry, dict) else {"in": entry}
         found[kind] = options.pop("in"), partial(names[kind], **options)
     return found
 
 
-def naming(family: str, own: Mapping[str, Names] = {}) -> Callable[[HybridConfig], dict[str, HFSource]]:
-    """Returns `Family.weight_names` of a family whose names are all in `published.toml` or in `own`; see `mixers`."""
-    known, table = mixers(family, own), _PUBLISHED[family]
-    return lambda config: whole_model(
-        config, layers(config, known, **table.get("layers", {})), **table.get("model", {})
-    )
+WeightNames = Callable[[HybridConfig], dict[str, HFSource]]
+
+
+def naming(family: str, own: Mapping[str, Names] = {}) -> WeightNames:
+    """Returns `Family.weight_names` of a family whose names are all in `PUBLISHED` or in `own`; see `mixers`."""
+    known, table = mixers(family, own), {"layers": {}, "model": {}} | PUBLISHED[family]
+    return lambda config: whole_model(config, layers(config, known, **table["layers"]), **table["model"])
+
+
+def family(
+    name: str,
+    model_types: tuple[str, ...],
+    read: Callable[[Fields], HybridConfig],
+    names: Mapping[str, Names] | WeightNames = MappingProxyType({}),
+    ignored: Callable[[HybridConfig], tuple[str, ...]] = lambda config: (),
+) -> Family:
+    """Returns a family in `PUBLISHED`. `names` is `Family.weight_names`, or what `naming` takes for it."""
+    weight_names = naming(name, names) if isinstance(names, Mapping) else names
+    return Family(name, model_types, lambda raw: read(Fields.of(raw, name)), weight_names, ignored)
 
 
 def _each(spelling: Spelling) -> tuple[str, ...]:

@@ -23,135 +23,91 @@ from mamba_jax.config import (
 )
 from mamba_jax.config.linear_recurrence import DELTA, DeltaConfig
 from mamba_jax.families import mtp, parts
-from mamba_jax.families.base import Family, HFSource, placed, tensor
+from mamba_jax.families.base import HFSource, placed, tensor
 from mamba_jax.families.fields import Fields
 
 _KINDS = {"linear_attention": DELTA, "full_attention": ATTENTION}
-_ROPE_SHARE = 0.25
 _OLMO_NORM_EPS = 1e-5  # of the gated norm; the config sets only that of the other norms
 _DENSE, _SPARSE = ("qwen3_5", "qwen3_5_text"), ("qwen3_5_moe", "qwen3_5_moe_text")
 
 
-def qwen3_next_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
+def qwen3_next_from_hf(fields: Fields) -> HybridConfig:
     """Reads a config.json of transformers' `Qwen3NextConfig`."""
-    fields = Fields(raw, positions=32768)
     fields.only("norm_topk_prob", (True,))
-    layers, step = fields.integer("num_hidden_layers", 48), fields.integer("decoder_sparse_step", 1)
-    moe = _moe(fields, num_experts=512, experts_per_token=10)
+    layers, step = fields.integer("num_hidden_layers"), fields.integer("decoder_sparse_step", 1)
+    moe = _moe(fields)
     dense = set(range(layers)) if moe is None else set(fields.integers("mlp_only_layers", []))
-    return _model(
-        fields,
-        QWEN3_NEXT.name,
-        vocab=151936,
-        hidden=2048,
-        intermediate=5632,
-        kv_heads=2,
-        feed_forward=[MLP if i in dense or (i + 1) % step else MOE for i in range(layers)],
-        moe=moe,
-        # Published with one such layer, and without this field.
-        draft_layers=fields.integer("num_nextn_predict_layers", 1),
-    )
+    feed_forward = [MLP if i in dense or (i + 1) % step else MOE for i in range(layers)]
+    return _model(fields, QWEN3_NEXT.name, feed_forward, moe, fields.integer("num_nextn_predict_layers"))
 
 
-def qwen3_5_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
+def qwen3_5_from_hf(fields: Fields) -> HybridConfig:
     """Reads the text part of transformers' `Qwen3_5Config` or `Qwen3_5MoeConfig`."""
-    fields = Fields(raw, positions=32768)
-    sparse = raw.get("model_type") in _SPARSE
-    return _model(
-        fields,
-        QWEN3_5.name,
-        vocab=248320,
-        hidden=2048 if sparse else 4096,
-        intermediate=12288,
-        kv_heads=2 if sparse else 4,
-        feed_forward=[MOE if sparse else MLP] * fields.integer("num_hidden_layers", 40 if sparse else 32),
-        moe=_moe(fields, num_experts=256, experts_per_token=8) if sparse else None,
-        draft_layers=fields.integer("mtp_num_hidden_layers", 1),
-    )
+    if sparse := fields.given("model_type") in _SPARSE:
+        fields = Fields.of(fields.raw, f"{QWEN3_5.name} with experts")
+    feed_forward = [MOE if sparse else MLP] * fields.integer("num_hidden_layers")
+    moe = _moe(fields) if sparse else None
+    return _model(fields, QWEN3_5.name, feed_forward, moe, fields.integer("mtp_num_hidden_layers"))
 
 
-def lara_mini_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
+def lara_mini_from_hf(fields: Fields) -> HybridConfig:
     """Reads a config.json of transformers' `LaraMiniConfig`."""
-    fields = Fields(raw, positions=131072)
     fields.only("norm_topk_prob", (True,))
-    hidden, eps = fields.integer("hidden_size", 1024), fields.number("rms_norm_eps", 1e-6)
-    layers = fields.integer("num_hidden_layers", 34)
+    hidden, eps = fields.integer("hidden_size"), fields.number("rms_norm_eps")
+    layers = fields.integer("num_hidden_layers")
     kinds = _KINDS | {"sliding_attention": WINDOWED}
     every_fifth = DELTA + WINDOWED + DELTA + ATTENTION + WINDOWED
     mixers = fields.layers(kinds, "layer_types", count=layers) or "".join(every_fifth[i % 5] for i in range(layers))
 
     def attention(rope: Mapping[str, Any] | None, window: int | None) -> AttentionConfig:
-        return parts.attention_config(
-            fields, hidden, num_heads=16, num_kv_heads=4, head_dim=128, rope=rope, qk_norm=QKNormConfig(eps),
-            window=window,
-        )  # fmt: skip
+        return parts.attention_config(fields, hidden, rope=rope, qk_norm=QKNormConfig(eps), window=window)
 
     return HybridConfig(
-        **parts.common_fields(fields, LARA_MINI.name, hidden, eps, vocab=151936, tied=True, bos=None, eos=151643),
+        **parts.common_fields(fields, LARA_MINI.name, hidden, eps),
         pattern="".join(mixer + MOE for mixer in mixers),
         attention=attention(None, None) if ATTENTION in mixers else None,
-        windowed_attention=attention({"layers": "sliding_attention"}, fields.integer("sliding_window", 512))
+        windowed_attention=attention({"layers": "sliding_attention"}, fields.integer("sliding_window"))
         if WINDOWED in mixers
         else None,
-        moe=_moe(fields, num_experts=128, experts_per_token=4, shared_gate=False),
-        recurrences=(parts.delta_config(fields, eps, values=16, keys=8),),
+        moe=_moe(fields, shared_gate=False),
+        recurrences=(parts.delta_config(fields, eps),),
     )
 
 
 def _model(
-    fields: Fields,
-    family: str,
-    *,
-    vocab: int,
-    hidden: int,
-    intermediate: int,
-    kv_heads: int,
-    feed_forward: Sequence[str],
-    moe: MoEConfig | None,
-    draft_layers: int,
+    fields: Fields, family: str, feed_forward: Sequence[str], moe: MoEConfig | None, draft_layers: int
 ) -> HybridConfig:
-    """Returns the model; `feed_forward` is the sublayer after each layer's mixer, and the sizes are defaults."""
-    hidden, eps = fields.integer("hidden_size", hidden), fields.number("rms_norm_eps", 1e-6)
+    """Returns the model; `feed_forward` is the sublayer after each layer's mixer."""
+    hidden, eps = fields.integer("hidden_size"), fields.number("rms_norm_eps")
     mixers = fields.layers(_KINDS, "layer_types", count=len(feed_forward))
     if mixers is None:
-        interval = fields.integer("full_attention_interval", 4)
+        interval = fields.integer("full_attention_interval")
         mixers = "".join(DELTA if (i + 1) % interval else ATTENTION for i in range(len(feed_forward)))
     return HybridConfig(
-        **parts.common_fields(fields, family, hidden, eps, vocab=vocab, tied=False, bos=None, eos=None),
+        **parts.common_fields(fields, family, hidden, eps),
         pattern="".join(mixer + after for mixer, after in zip(mixers, feed_forward, strict=True)),
         norm_unit_offset=True,
         attention=parts.attention_config(
             fields,
             hidden,
-            num_heads=16,
-            num_kv_heads=kv_heads,
-            head_dim=256,
-            rope={"share": fields.number("partial_rotary_factor", _ROPE_SHARE)},
+            rope={"share": fields.number("partial_rotary_factor")},
             qk_norm=QKNormConfig(eps, unit_offset=True),
             output_gate=True,
         ),
-        mlp=MLPConfig(fields.integer("intermediate_size", intermediate)),
+        mlp=MLPConfig(fields.integer("intermediate_size")),
         moe=moe,
-        recurrences=(parts.delta_config(fields, eps, values=32, keys=16),),
+        recurrences=(parts.delta_config(fields, eps),),
         mtp_pattern=ATTENTION + (MOE if moe else MLP) if draft_layers == 1 else "",
         unused_mtp_layers=draft_layers if draft_layers > 1 else 0,
     )
 
 
-def _moe(fields: Fields, *, num_experts: int, experts_per_token: int, shared_gate: bool = True) -> MoEConfig | None:
-    """Returns the mixture of experts; the numbers are defaults. None where a model has no experts."""
-    experts = fields.integer("num_experts", num_experts)
-    if not experts:
+def _moe(fields: Fields, *, shared_gate: bool = True) -> MoEConfig | None:
+    """Returns the mixture of experts. None where a model has no experts."""
+    if not fields.integer("num_experts"):
         return None
-    return parts.moe_config(
-        fields,
-        experts=experts,
-        chosen=experts_per_token,
-        size=512,
-        router="softmax",
-        shared_size=fields.integer("shared_expert_intermediate_size", 512),
-        shared_gate=shared_gate,
-    )
+    shared = fields.integer("shared_expert_intermediate_size")
+    return parts.moe_config(fields, router="softmax", shared_size=shared, shared_gate=shared_gate)
 
 
 def _weight_names(
@@ -203,17 +159,16 @@ def _joined(config: DeltaConfig, hidden: int) -> dict[str, HFSource]:
     return _delta(config) | sources | parts.weights({"norm": ("out_norm", "norm")})
 
 
-LARA_MINI = Family("LaraMini", ("lara_mini",), lara_mini_from_hf, parts.naming("LaraMini", {DELTA: _joined}))
+LARA_MINI = parts.family("LaraMini", ("lara_mini",), lara_mini_from_hf, {DELTA: _joined})
 qwen3_next_names, qwen3_5_names = (partial(_weight_names, projections=each) for each in (_fused, _split))
-QWEN3_NEXT = Family("Qwen3Next", ("qwen3_next",), qwen3_next_from_hf, qwen3_next_names, mtp.unused)
-QWEN3_5 = Family("Qwen3.5", _DENSE + _SPARSE, qwen3_5_from_hf, qwen3_5_names, mtp.unused)
+QWEN3_NEXT = parts.family("Qwen3Next", ("qwen3_next",), qwen3_next_from_hf, qwen3_next_names, mtp.unused)
+QWEN3_5 = parts.family("Qwen3.5", _DENSE + _SPARSE, qwen3_5_from_hf, qwen3_5_names, mtp.unused)
 
 
-def olmo_hybrid_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
+def olmo_hybrid_from_hf(fields: Fields) -> HybridConfig:
     """Reads a config.json of transformers' `OlmoHybridConfig`."""
-    fields = Fields(raw, positions=65536)
-    hidden, eps = fields.integer("hidden_size", 3840), fields.number("rms_norm_eps", 1e-6)
-    layers, heads = fields.integer("num_hidden_layers", 32), fields.integer("num_attention_heads", 30)
+    hidden, eps = fields.integer("hidden_size"), fields.number("rms_norm_eps")
+    layers, heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
     mixers = fields.layers(_KINDS, "layer_types", count=layers)
     if mixers is None:
         mixers = "".join(ATTENTION if i % 4 == 3 else DELTA for i in range(layers))
@@ -225,21 +180,16 @@ def olmo_hybrid_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     groups = fields.integer("linear_num_key_heads", heads)
     keys = fields.integer("linear_key_head_dim", int(0.75 * hidden / max(groups, 1)))
     sizes = {"values": heads, "keys": groups, "value_size": 2 * keys, "key_size": keys}
-    beta = 2.0 if fields.flag("linear_allow_neg_eigval", True) else 1.0
+    beta = 2.0 if fields.flag("linear_allow_neg_eigval") else 1.0
     return HybridConfig(
-        **parts.common_fields(fields, OLMO_HYBRID.name, hidden, eps, vocab=100352, tied=False, bos=None, eos=100257),
+        **parts.common_fields(fields, OLMO_HYBRID.name, hidden, eps),
         pattern=pattern,
         # Both sublayers of a layer with attention.
         norm_after=tuple(i for i in range(len(pattern)) if pattern[i - i % 2] == ATTENTION),
         attention=parts.attention_config(
-            fields,
-            hidden,
-            num_heads=heads,
-            num_kv_heads=None,
-            rope={} if rotates else None,
-            qk_norm=QKNormConfig(eps, all_heads=True),
+            fields, hidden, rope={} if rotates else None, qk_norm=QKNormConfig(eps, all_heads=True)
         ),
-        mlp=MLPConfig(fields.integer("intermediate_size", 11008)),
+        mlp=MLPConfig(fields.integer("intermediate_size")),
         recurrences=(parts.delta_config(fields, _OLMO_NORM_EPS, **sizes, beta=beta),),
     )
 
@@ -257,5 +207,4 @@ def _olmo_delta_names(config: DeltaConfig, hidden: int) -> dict[str, HFSource]:
     return sources
 
 
-olmo_hybrid_names = parts.naming("OLMoHybrid", {DELTA: _olmo_delta_names})
-OLMO_HYBRID = Family("OLMoHybrid", ("olmo_hybrid",), olmo_hybrid_from_hf, olmo_hybrid_names)
+OLMO_HYBRID = parts.family("OLMoHybrid", ("olmo_hybrid",), olmo_hybrid_from_hf, {DELTA: _olmo_delta_names})

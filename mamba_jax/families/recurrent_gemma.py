@@ -2,55 +2,50 @@
 MLP."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import ml_dtypes
 
 from mamba_jax.config import ATTENTION, MLP, HybridConfig, MLPConfig
 from mamba_jax.config.channel_recurrence import RG_LRU, RGLRUConfig
 from mamba_jax.families import parts
-from mamba_jax.families.base import Family, HFSource
+from mamba_jax.families.base import HFSource
 from mamba_jax.families.fields import Fields
 
 _KINDS = {"recurrent": RG_LRU, "attention": ATTENTION}
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
+def config_from_hf(fields: Fields) -> HybridConfig:
     """Reads a config.json of transformers' `RecurrentGemmaConfig`."""
-    fields = Fields(raw)
     fields.only("attention_bias", (False,))
-    hidden, eps = fields.integer("hidden_size", 2560), fields.number("rms_norm_eps", 1e-6)
-    heads, layers = fields.integer("num_attention_heads", 10), fields.integer("num_hidden_layers", 26)
+    hidden, eps = fields.integer("hidden_size"), fields.number("rms_norm_eps")
+    heads, layers = fields.integer("num_attention_heads"), fields.integer("num_hidden_layers")
     blocks = fields.layers(_KINDS, "block_types", "_block_types") or "RR*"
     mixers = (blocks * layers)[:layers]
-    activation = fields.text("hidden_activation", "gelu_pytorch_tanh")
+    activation = fields.text("hidden_activation")
     return HybridConfig(
-        **parts.common_fields(fields, FAMILY.name, hidden, eps, vocab=256000, tied=True, bos=2, eos=1, silu=None),
+        **parts.common_fields(fields, FAMILY.name, hidden, eps, silu=None),
         pattern="".join(mixer + MLP for mixer in mixers),
         attention=parts.attention_config(
             fields,
             hidden,
-            num_heads=heads,
-            num_kv_heads=None,
-            rope={"share": fields.number("partial_rotary_factor", 0.5)},
+            rope={"share": fields.number("partial_rotary_factor")},
             output_bias=True,
-            window=fields.integer("attention_window_size", 2048, "sliding_window"),
+            window=fields.integer("attention_window_size", None, "sliding_window"),
         ),
         # The field counts both halves of the gated layer.
-        mlp=MLPConfig(fields.integer("intermediate_size", 7680) // 2, activation, gated=True, bias=True),
+        mlp=MLPConfig(fields.integer("intermediate_size") // 2, activation, gated=True, bias=True),
         recurrences=(
             RGLRUConfig(
                 channels=fields.integer("lru_width", hidden),
                 num_heads=heads,
-                conv_width=fields.integer("conv1d_width", 4),
+                conv_width=fields.integer("conv1d_width"),
                 activation=activation,
             ),
         ),
         norm_unit_offset=True,
         # Rounded as the makers' code does.
         embedding_multiplier=float(ml_dtypes.bfloat16(math.sqrt(hidden))),
-        logits_soft_cap=fields.number("logits_soft_cap", 30.0),
+        logits_soft_cap=fields.number("logits_soft_cap"),
     )
 
 
@@ -62,6 +57,4 @@ def _rg_lru(config: RGLRUConfig, hidden: int) -> dict[str, HFSource]:
     return parts.named(config.parameters(), spelt, {"conv.weight": (config.channels, 1, config.conv_width)})
 
 
-FAMILY = Family(
-    "RecurrentGemma", ("recurrent_gemma",), config_from_hf, parts.naming("RecurrentGemma", {RG_LRU: _rg_lru})
-)
+FAMILY = parts.family("RecurrentGemma", ("recurrent_gemma",), config_from_hf, {RG_LRU: _rg_lru})

@@ -22,14 +22,13 @@ def rope_config(
     head_dim: int,
     *,
     share: float | None = None,
-    theta: float = 10_000.0,
     layers: str = "full_attention",
 ) -> RopeConfig:
     """Rotary embedding, from `rope_parameters` or the older fields.
 
     `share` is the share of each head that is rotated unless `rope_parameters` has another; None: the whole head in
-    any case, as in families whose code does not look at it. `theta` is the family's default. `layers` is the kind of
-    layers whose positions are read, where `rope_parameters` has an object for each kind.
+    any case, as in families whose code does not look at it. `layers` is the kind of layers whose positions are read,
+    where `rope_parameters` has an object for each kind.
 
     Raises:
         ModelConfigError: the kind of scaling is not supported, or its fields are missing or wrong.
@@ -39,7 +38,7 @@ def rope_config(
     kind = inner.text("rope_type", "default", "type")
     # The positions of text are equal on the three axes of mrope.
     kind = {"mrope": "default", "su": "longrope"}.get(kind, kind)
-    theta = inner.number("rope_theta", fields.number("rope_theta", theta))
+    theta = inner.number("rope_theta", fields.number("rope_theta", 10_000.0))
     if share is None or kind == "proportional":
         size = head_dim
     else:

@@ -1,6 +1,5 @@
 """Zamba2 (Zyphra, 2024): Mamba2 layers, some of which also take the output of a shared transformer block."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,7 @@ from mamba_jax.config import (
     need,
 )
 from mamba_jax.families import parts
-from mamba_jax.families.base import Family, HFSource, placed, tensor
+from mamba_jax.families.base import HFSource, placed, tensor
 from mamba_jax.families.fields import Fields
 from mamba_jax.families.rope import rope_config
 
@@ -24,31 +23,30 @@ _DEFAULT_PATTERN = "M" + "MMMMMZ" * 7 + "MMMMZ" + "MMMZ" + "MM"
 _GATED_NORM_EPS = 1e-5  # independent of rms_norm_eps
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
+def config_from_hf(fields: Fields) -> HybridConfig:
     """Reads a config.json of transformers' `Zamba2Config`. As for Nemotron-H, step sizes are not limited."""
-    fields = Fields(raw, positions=4096)
-    hidden, eps = fields.integer("hidden_size", 2560), fields.number("rms_norm_eps", 1e-5)
-    heads = fields.integer("num_attention_heads", 32)
+    hidden, eps = fields.integer("hidden_size"), fields.number("rms_norm_eps")
+    heads = fields.integer("num_attention_heads")
     pattern = fields.layers(_KINDS, "layers_block_type", "layer_types")
     pattern = _DEFAULT_PATTERN if pattern is None else pattern
-    inner, mamba_heads = int(fields.number("mamba_expand", 2) * hidden), fields.integer("n_mamba_heads", 8)
+    inner, mamba_heads = int(fields.number("mamba_expand", 2) * hidden), fields.integer("n_mamba_heads")
     if inner % mamba_heads or (2 * hidden) % heads:
         raise ModelConfigError(
             f"{inner} Mamba channels in {mamba_heads} heads, or {2 * hidden} attention channels in {heads}"
         )
     head_dim, bias = 2 * hidden // heads, fields.flag("add_bias_linear", False)
-    sizes: dict[str, Any] = {"heads": mamba_heads, "head_dim": inner // mamba_heads, "state": 64, "groups": 1}
+    sizes: dict[str, Any] = {"heads": mamba_heads, "head_dim": inner // mamba_heads}
     mamba = parts.mamba_config(fields, _GATED_NORM_EPS, **sizes, bias=bias, limited=False)
-    uses, blocks = pattern.count(SHARED), fields.integer("num_mem_blocks", 1)
-    tied = fields.flag("tie_word_embeddings", True)
+    uses, blocks = pattern.count(SHARED), fields.integer("num_mem_blocks")
+    tied = fields.flag("tie_word_embeddings")
     return HybridConfig(
-        **parts.common_fields(fields, FAMILY.name, hidden, eps, vocab=32000, tied=True, bos=1, eos=2, silu=None)
+        **parts.common_fields(fields, FAMILY.name, hidden, eps, silu=None)
         | ({"max_position_embeddings": 16384} if fields.flag("use_long_context", False) else {}),
         pattern=pattern,
         mamba=replace(mamba, conv_bias=True),  # whatever use_conv_bias says
         attention=AttentionConfig(
             num_heads=heads,
-            num_kv_heads=fields.key_value_heads(heads, None),
+            num_kv_heads=fields.key_value_heads(heads),
             head_dim=head_dim,
             scale=(head_dim / 2) ** -0.5,
             input_size=2 * hidden,
@@ -56,14 +54,14 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
         ),
         mlp=MLPConfig(
             fields.integer("intermediate_size", 4 * hidden) or 4 * hidden,
-            fields.text("hidden_act", "gelu"),
+            fields.text("hidden_act"),
             gated=True,
             bias=bias,
         ),
         shared=SharedConfig(
             # In transformers, "tie" applies to blocks as well as the head: if untied, every use has its own block.
             num_blocks=min(blocks, uses) if tied else uses,
-            adapter_rank=fields.integer("adapter_rank", 128),
+            adapter_rank=fields.integer("adapter_rank"),
             attention_adapters=fields.flag("use_shared_attention_adapter", False),
         )
         if uses
@@ -134,4 +132,4 @@ def _ignored(config: HybridConfig) -> tuple[str, ...]:
     return (*repeated, adapters)
 
 
-FAMILY = Family("Zamba2", ("zamba2",), config_from_hf, weight_names, _ignored)
+FAMILY = parts.family("Zamba2", ("zamba2",), config_from_hf, weight_names, _ignored)
