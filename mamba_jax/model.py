@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 import jax
@@ -120,10 +121,10 @@ class HybridModel(nnx.Module):
             return jnp.zeros((0, self.config.step_size), self.dtype), store
         embedded = self.embedded(tokens, layout.adapter)
         x = embedded.astype(jnp.float32) if self.config.residual_in_fp32 else embedded
-        pieces = _Pieces(self.config, store, layout)
-        uses = 0
+        given, uses = _pieces(self.config, store, layout), 0
         passed: list[Array] = []
-        for index, (kind, block) in enumerate(zip(self.config.pattern, self.blocks, strict=True)):
+        pieces: list[Any] = []
+        for index, (block, piece) in enumerate(zip(self.blocks, given, strict=True)):
             own = layout.of_block(index) if isinstance(layout, SequenceLayout) else layout
             run: Any = functools.partial(block, layout=own)
             if isinstance(block, SharedUse):
@@ -133,14 +134,15 @@ class HybridModel(nnx.Module):
             if rematerialize:
                 run = jax.checkpoint(run)
             passed.append(x)
-            x, state = run(x, state=pieces.take(kind))
-            pieces.put(kind, state)
+            x, piece = run(x, state=piece)
+            pieces.append(piece)
         hidden = self.final_norm(x)
         if self.drafter is not None:
             passed.append(x)
             read = self.drafter.features([passed[place] for place in self.drafter.places])
             hidden = jnp.concatenate([hidden, keep_whole(read)], axis=-1)
-        return hidden, cast(Any, pieces.store())
+        new = None if store is None else _with_pieces(self.config, store, layout, pieces)
+        return hidden, cast(Any, new)
 
     def draft(
         self, tokens: Int[Array, " T"], hidden: Hidden, layout: Layout, store: MaybeStore
@@ -297,75 +299,54 @@ def parameters(model: nnx.Module) -> dict[str, nnx.Param]:
     return {".".join(map(str, path)): param for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param))}
 
 
-class _Pieces:
-    """Passes each sublayer its part of the store, in model order, and collects the updated parts.
+def _units(config: HybridConfig, kind: str) -> list[StateUnit]:
+    """Returns where such a sublayer keeps something: in slots, in pages, in both, or nowhere."""
+    return [unit for unit in (StateUnit.SLOT, StateUnit.TOKEN) if config.state(kind, unit)]
 
-    If the layout has tails, each array in slots is a pair (array, tails of its inputs by name).
+
+def _pieces(config: HybridConfig, store: Store | None, layout: Any) -> Iterator[Any]:
+    """Yields each sublayer's part of the store, in model order: of the slots, its keys and values, the pair, or None.
+
+    If the layout has tails, each array in slots is a pair (array, tails of its inputs by name). The state of experts,
+    if the store records them, is an array for their numbers.
     """
+    slots, kv = (itertools.repeat(None), itertools.repeat(None)) if store is None else (store.slots, store.kv)
+    parts: dict[StateUnit, Iterator[Any]] = {StateUnit.SLOT: iter(slots), StateUnit.TOKEN: iter(kv)}
+    if store is not None and store.tails is not None and has_tails(layout):
+        every = zip(store.slots, store.tails.layers, StoreShape.of(config).tails, strict=True)
+        parts[StateUnit.SLOT] = (
+            {
+                name: (array, {tail.name: rings[tail.name] for tail in declared if tail.of == name})
+                for name, array in arrays.items()
+            }
+            for arrays, rings, declared in every
+        )
+    for kind in config.pattern:
+        if kind == MOE and store is not None and store.experts is not None:
+            yield {EXPERTS: jnp.zeros((layout.valid.shape[0], need(config.moe).experts_per_token), EXPERT)}
+        else:
+            own = [next(parts[unit]) for unit in _units(config, kind)]
+            yield tuple(own) if len(own) > 1 else next(iter(own), None)
 
-    def __init__(self, config: HybridConfig, store: Store | None, layout: Any) -> None:
-        self._config, self._store, self._layout = config, store, layout
-        self._given: tuple[Any, ...] = () if store is None else store.slots
-        self._slots: list[Any] = []
-        self._kv: list[Array] = []
-        self._chosen: list[Array] = []
-        self._tails = None if store is None or not has_tails(layout) else store.tails
-        if self._tails is not None:
-            every = zip(self._given, self._tails.layers, StoreShape.of(config).tails, strict=True)
-            self._given = tuple(
-                {
-                    name: (array, {tail.name: rings[tail.name] for tail in declared if tail.of == name})
-                    for name, array in slots.items()
-                }
-                for slots, rings, declared in every
-            )
 
-    def take(self, kind: str) -> Any:
-        """Returns a sublayer's state: its part of the slots, its keys and values, the pair of them, or None.
-
-        The state of experts, if the store records them, is an array for their numbers.
-        """
-        if kind == MOE and self._store and self._store.experts is not None:
-            shape = (self._layout.valid.shape[0], need(self._config.moe).experts_per_token)
-            return {EXPERTS: jnp.zeros(shape, EXPERT)}
-        in_slots, in_pages = self._keeps(kind)
-        slots = self._given[len(self._slots)] if self._store and in_slots else None
-        kv = self._store.kv[len(self._kv)] if self._store and in_pages else None
-        if in_slots and in_pages:
-            return slots, kv
-        return kv if slots is None else slots
-
-    def put(self, kind: str, state: Any) -> None:
-        """Stores the updated state of the sublayer that last called `take`."""
-        if kind == MOE and state is not None:
-            self._chosen.append(state[EXPERTS])
-            return
-        in_slots, in_pages = self._keeps(kind)
-        slots, kv = state if in_slots and in_pages else (state, state)
-        if in_slots:
-            self._slots.append(slots)
-        if in_pages:
-            self._kv.append(kv)
-
-    def store(self) -> Store | None:
-        """Returns the store with all updates; keys and values of the draft layers are unchanged."""
-        if self._store is None:
-            return None
-        slots, tails, experts = tuple(self._slots), self._store.tails, self._store.experts
-        if self._tails is not None:
-            pairs = [slots.values() for slots in self._slots]
-            rings = tuple({name: ring for _, own in each for name, ring in own.items()} for each in pairs)
-            tails = dataclasses.replace(self._tails, layers=rings)
-            slots = tuple({name: array for name, (array, _) in each.items()} for each in self._slots)
-        if experts is not None:
-            chosen = jnp.concatenate(self._chosen, axis=1)[:, None]
-            (experts,) = on_members(_record, (experts,), self._layout, chosen)
-        kv = (*self._kv, *self._store.kv[len(self._kv) :])
-        return dataclasses.replace(self._store, slots=slots, kv=kv, tails=tails, experts=experts)
-
-    def _keeps(self, kind: str) -> tuple[bool, bool]:
-        """Returns whether such a sublayer keeps something in slots, and in pages."""
-        return bool(self._config.state(kind, StateUnit.SLOT)), bool(self._config.state(kind, StateUnit.TOKEN))
+def _with_pieces(config: HybridConfig, store: Store, layout: Any, pieces: list[Any]) -> Store:
+    """Returns the store with the sublayers' updated parts; keys and values of the draft layers are unchanged."""
+    found: dict[StateUnit, list[Any]] = {StateUnit.SLOT: [], StateUnit.TOKEN: []}
+    for kind, piece in zip(config.pattern, pieces, strict=True):
+        units = _units(config, kind)
+        for unit, part in zip(units, piece if len(units) > 1 else [piece] * len(units), strict=True):
+            found[unit].append(part)
+    slots, kv, tails, experts = found[StateUnit.SLOT], found[StateUnit.TOKEN], store.tails, store.experts
+    if tails is not None and has_tails(layout):
+        pairs = [each.values() for each in slots]
+        rings = tuple({name: ring for _, own in each for name, ring in own.items()} for each in pairs)
+        tails = dataclasses.replace(tails, layers=rings)
+        slots = [{name: array for name, (array, _) in each.items()} for each in slots]
+    if experts is not None:
+        chosen = [piece[EXPERTS] for kind, piece in zip(config.pattern, pieces, strict=True) if kind == MOE]
+        (experts,) = on_members(_record, (experts,), layout, jnp.concatenate(chosen, axis=1)[:, None])
+    kv = [*kv, *store.kv[len(kv) :]]
+    return dataclasses.replace(store, slots=tuple(slots), kv=tuple(kv), tails=tails, experts=experts)
 
 
 def _record(member: Member | None, pages: tuple[Array, ...], layout: Any, values: Array) -> tuple[Array, ...]:
