@@ -74,6 +74,7 @@ def test_broken_grammars(grammars, form, says):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.full
 def test_others_compile_meanwhile():
     fresh = of_demo(seconds=3.0)
     fresh.start(StructuredOutputs(regex="warm"))
