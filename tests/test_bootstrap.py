@@ -64,7 +64,7 @@ def test_bytecode_is_kept_even_where_python_writes_none(bootstrap, monkeypatch):
     monkeypatch.delenv("PYTHONPYCACHEPREFIX")
 
 
-@pytest.mark.parametrize("name", ["kernels_pallas/native/linear.cc", "kernels_pallas/native/product.h", "setup.py"])
+@pytest.mark.parametrize("name", ["kernels_pallas/native/dense.cc", "kernels_pallas/native/product.h", "setup.py"])
 def test_a_changed_source_is_built_again(bootstrap, name):
     bootstrap.install(set())
     path = bootstrap.ROOT / name

@@ -1,4 +1,4 @@
-"""The dense product with a weight in bfloat16 or int8 in C++, for CPU: streams the weight once (`native/linear.cc`).
+"""The dense product with a weight in bfloat16 or int8 in C++, for CPU: streams the weight once (`native/dense.cc`).
 
 XLA widens or rearranges a bfloat16 weight of few rows first. With more rows, XLA is faster on processors that have
 instructions for bfloat16 products. On others it is slower than with float32 weights, and the C++ product is about as

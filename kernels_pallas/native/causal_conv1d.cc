@@ -44,43 +44,37 @@ CONVOLVE(BFloat16)
 
 // x [tokens, channels]; window [rows, width - 1, channels]: a row's inputs before its first token. Inputs of tokens
 // that lie before their row are zeros.
-template <typename Stored>
-void run_as(ffi::ThreadPool& pool, const Stored* x, const float* taps, const float* bias, const Stored* window,
-            const int32_t* token_row, const int32_t* row_start, int64_t tokens, int64_t width, int64_t channels,
-            bool silu, Stored* y) {
-  const std::vector<Stored> zeros(channels);
-  parallel_for(
-      pool, tokens,
-      [&](int64_t begin, int64_t end) {
-        std::vector<const Stored*> seen(width);
-        for (int64_t t = begin; t < end; ++t) {
-          const int64_t row = token_row[t], local = t - row_start[row];
-          for (int64_t i = 0; i < width; ++i) {
-            const int64_t at = local + i - (width - 1);
-            seen[i] = local < 0 ? zeros.data()
-                      : at < 0  ? window + (row * (width - 1) + at + width - 1) * channels
-                                : x + (row_start[row] + at) * channels;
-          }
-          convolve(seen.data(), taps, bias, width, channels, silu, y + t * channels);
-        }
-      },
-      std::max<int64_t>(kWorthSharing / std::max<int64_t>(width * channels, 1), 1));
-}
-
-ffi::Error run(ffi::ThreadPool pool, ffi::Attr<bool, kSilu> silu, ffi::AnyBuffer x, Floats taps, Floats bias, ffi::AnyBuffer window,
-               Ints token_row, Ints row_start, ffi::Result<ffi::AnyBuffer> y) {
+ffi::Error run(ffi::ThreadPool pool, ffi::Attr<bool, kSilu> silu, ffi::AnyBuffer x, Floats taps, Floats bias,
+               ffi::AnyBuffer window, Ints token_row, Ints row_start, ffi::Result<ffi::AnyBuffer> y) {
   const int64_t tokens = x.dimensions()[0], width = taps.dimensions()[0], channels = taps.dimensions()[1];
   if (window.element_type() != x.element_type()) {
     return ffi::Error::InvalidArgument("causal_conv1d: windows must have the dtype of x");
   }
-  auto call = [&](auto* result) {
-    using Stored = std::remove_pointer_t<decltype(result)>;
-    run_as(pool, static_cast<const Stored*>(x.untyped_data()), taps.typed_data(), bias.typed_data(),
-           static_cast<const Stored*>(window.untyped_data()), token_row.typed_data(), row_start.typed_data(), tokens,
-           width, channels, *silu, result);
+  return with_floats(x.element_type(), "causal_conv1d: x must be float32 or bfloat16", [&](auto number) {
+    using Stored = typename decltype(number)::Stored;
+    const auto* inputs = static_cast<const Stored*>(x.untyped_data());
+    const auto* windows = static_cast<const Stored*>(window.untyped_data());
+    auto* outputs = static_cast<Stored*>(y->untyped_data());
+    const int32_t *rows = token_row.typed_data(), *starts = row_start.typed_data();
+    const std::vector<Stored> zeros(channels);
+    parallel_for(
+        pool, tokens,
+        [&](int64_t begin, int64_t end) {
+          std::vector<const Stored*> seen(width);
+          for (int64_t t = begin; t < end; ++t) {
+            const int64_t row = rows[t], local = t - starts[row];
+            for (int64_t i = 0; i < width; ++i) {
+              const int64_t at = local + i - (width - 1);
+              seen[i] = local < 0 ? zeros.data()
+                        : at < 0  ? windows + (row * (width - 1) + at + width - 1) * channels
+                                  : inputs + (starts[row] + at) * channels;
+            }
+            convolve(seen.data(), taps.typed_data(), bias.typed_data(), width, channels, *silu, outputs + t * channels);
+          }
+        },
+        std::max<int64_t>(kWorthSharing / std::max<int64_t>(width * channels, 1), 1));
     return ffi::Error::Success();
-  };
-  return with_floats(x.element_type(), y->untyped_data(), "causal_conv1d: x must be float32 or bfloat16", call);
+  });
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 
+#include "numbers.h"
 #include "xla/ffi/api/ffi.h"
 
 // The bindings of a handler follow from its signature: of arguments and results by themselves, of XLA's threads by this.
@@ -23,11 +24,11 @@ using Floats = ffi::Buffer<ffi::F32>;
 using Matrix = ffi::Buffer<ffi::F32, 2>;
 using Ints = ffi::Buffer<ffi::S32>;
 
-// Calls call(numbers) with `data` as numbers of this type; `refused` says what is expected where it is another.
+// Calls call(number) with the format of numbers of this type; `refused` says what is expected where it is another.
 template <typename Call>
-ffi::Error with_floats(ffi::DataType type, void* data, const char* refused, const Call& call) {
-  if (type == ffi::F32) return call(static_cast<float*>(data));
-  if (type == ffi::BF16) return call(static_cast<uint16_t*>(data));
+ffi::Error with_floats(ffi::DataType type, const char* refused, const Call& call) {
+  if (type == ffi::F32) return call(Float32());
+  if (type == ffi::BF16) return call(BFloat16());
   return ffi::Error::InvalidArgument(refused);
 }
 

@@ -46,21 +46,6 @@ NATIVE_FORM(__attribute__((target("arch=x86-64-v3"))), Avx2, 8)
 #endif
 NATIVE_FORM(, Baseline, 4)
 
-#ifdef NATIVE_TILES
-#define NATIVE_AVX512 __attribute__((target("arch=x86-64-v4")))
-NATIVE_AVX512 void few_by_tiles(const float* x, const uint32_t* w, float* y, int64_t rows, int64_t pairs,
-                                int64_t outputs, int64_t begin, int64_t end) {
-  tile_product_of_few(x, w, y, rows, pairs, outputs, begin, end);
-}
-NATIVE_AVX512 void columns_by_tiles(const float* x, float* columns, int64_t rows, int64_t pairs) {
-  tile_columns(x, columns, rows, pairs);
-}
-NATIVE_AVX512 void many_by_tiles(const float* columns, const uint32_t* w, float* y, int64_t rows, int64_t pairs,
-                                 int64_t outputs, int64_t begin, int64_t end) {
-  tile_product(columns, w, y, rows, pairs, outputs, begin, end);
-}
-#endif
-
 // The widest that the processor has, or the one that MAMBA_JAX_INSTRUCTIONS names (for tests) if it has that one too.
 Choice choose() {
 #ifdef NATIVE_DISPATCH
@@ -74,7 +59,7 @@ Choice choose() {
                       __builtin_cpu_supports("avx512vl");
 #ifdef NATIVE_TILES
   if (avx512 && allowed("amx_bf16") && tiles_permitted()) {
-    return choice<Avx512>("amx_bf16", {few_by_tiles, columns_by_tiles, many_by_tiles, kTileRows, kTilePanel});
+    return choice<Avx512>("amx_bf16", {tile_product_of_few, tile_columns, tile_product, kTileRows, kTilePanel});
   }
 #endif
   if (avx512 && __builtin_cpu_supports("avx512bf16") && allowed("avx512_bf16")) {

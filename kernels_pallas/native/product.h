@@ -324,7 +324,7 @@ NATIVE_INLINE void product(const float* x, const typename Number::Stored* w, flo
 // compile for each instruction set.
 template <typename Stored>
 struct Forms {
-  // `product`
+  // `product` with the widest registers of the processor, or `tile_product_of_few` in tiles.h; x is `in_order`
   void (*few)(const float* x, const Stored* w, float* y, int64_t rows, int64_t inputs, int64_t outputs, int64_t begin,
               int64_t end);
   // `columns_of` and `matrix_product` in matrix.h, or `tile_columns` and `tile_product` in tiles.h
@@ -338,13 +338,6 @@ struct Forms {
 // Of float, uint16_t (bfloat16), int8_t, and uint32_t (`BFloat16Dot`; null pointers without AVX512_BF16 and AMX).
 template <typename Stored>
 const Forms<Stored>& forms();
-
-// `product` with the widest registers of the processor; x is `in_order`.
-template <typename Stored>
-void product_of(const float* x, const Stored* w, float* y, int64_t rows, int64_t inputs, int64_t outputs, int64_t begin,
-                int64_t end) {
-  forms<Stored>().few(x, w, y, rows, inputs, outputs, begin, end);
-}
 
 // Whether the processor multiplies bfloat16 itself; XLA is then faster with many rows.
 bool multiplies_bfloat16();

@@ -31,7 +31,7 @@ struct Stores {
 
 void score(const Tokens& in) {
   const int64_t tokens = in.before + in.count;
-  product_of(in.queries, in.keys, in.scores, in.count, in.state, tokens, 0, tokens);
+  forms<float>().few(in.queries, in.keys, in.scores, in.count, in.state, tokens, 0, tokens);
 }
 
 NATIVE_HOT void read(const Tokens& in, const float* anchor) { read_anchor<Float32>(in, anchor); }
@@ -168,18 +168,6 @@ class Heads {
   Tokens now_;
 };
 
-template <typename State, typename Entry>
-void replay(ffi::ThreadPool& pool, const Sizes& n, const Inputs& in, const Stores<State, Entry>& store, float* y) {
-  parallel_for(pool, n.rows * n.heads, [&](int64_t begin, int64_t end) {
-    Heads<State, Entry> heads(n, in, store, y);
-    for (int64_t next; begin < end; begin = next) {
-      const int64_t row = begin / n.heads, first = row * n.heads;
-      next = std::min(end, first + n.heads);
-      heads.run(row, begin - first, next - first);
-    }
-  });
-}
-
 ffi::Error run(ffi::ThreadPool pool, ffi::AnyBuffer states, ffi::AnyBuffer tail_value, ffi::AnyBuffer tail_key,
                Floats tail_log_decay, Floats tail_strength, Floats query, Floats key, Floats value, Floats log_decay,
                Floats strength, Floats skip, Ints anchor_slot, Ints tail_id, Ints anchor_length, Ints length,
@@ -200,25 +188,29 @@ ffi::Error run(ffi::ThreadPool pool, ffi::AnyBuffer states, ffi::AnyBuffer tail_
                   strength.typed_data(),    skip.typed_data(),          anchor_slot.typed_data(),
                   tail_id.typed_data(),     anchor_length.typed_data(), length.typed_data(), num_tokens.typed_data(),
                   write_slot.typed_data()};
-  auto call = [&](auto state, auto entry) {
-    using State = decltype(state);
-    using Entry = decltype(entry);
-    const Stores<State, Entry> store{static_cast<typename State::Stored*>(new_states->untyped_data()),
-                                     static_cast<typename Entry::Stored*>(new_value->untyped_data()),
-                                     static_cast<typename Entry::Stored*>(new_key->untyped_data()),
-                                     new_log_decay->typed_data(), new_strength->typed_data()};
-    replay(pool, n, in, store, y->typed_data());
-    return ffi::Error::Success();
-  };
-  const auto kind = [](const ffi::AnyBuffer& buffer) { return buffer.element_type(); };
-  if (kind(tail_value) != kind(tail_key)) {
+  if (tail_value.element_type() != tail_key.element_type()) {
     return ffi::Error::InvalidArgument("recurrence_replay: a tail has one dtype for values and keys");
   }
-  if (kind(states) == ffi::F32 && kind(tail_value) == ffi::F32) return call(Float32(), Float32());
-  if (kind(states) == ffi::F32 && kind(tail_value) == ffi::BF16) return call(Float32(), BFloat16());
-  if (kind(states) == ffi::BF16 && kind(tail_value) == ffi::F32) return call(BFloat16(), Float32());
-  if (kind(states) == ffi::BF16 && kind(tail_value) == ffi::BF16) return call(BFloat16(), BFloat16());
-  return ffi::Error::InvalidArgument("recurrence_replay: states and tails must be float32 or bfloat16");
+  constexpr char kRefused[] = "recurrence_replay: states and tails must be float32 or bfloat16";
+  return with_floats(states.element_type(), kRefused, [&](auto state) {
+    return with_floats(tail_value.element_type(), kRefused, [&](auto entry) {
+      using State = decltype(state);
+      using Entry = decltype(entry);
+      const Stores<State, Entry> store{static_cast<typename State::Stored*>(new_states->untyped_data()),
+                                       static_cast<typename Entry::Stored*>(new_value->untyped_data()),
+                                       static_cast<typename Entry::Stored*>(new_key->untyped_data()),
+                                       new_log_decay->typed_data(), new_strength->typed_data()};
+      parallel_for(pool, n.rows * n.heads, [&](int64_t begin, int64_t end) {
+        Heads<State, Entry> heads(n, in, store, y->typed_data());
+        for (int64_t next; begin < end; begin = next) {
+          const int64_t row = begin / n.heads, first = row * n.heads;
+          next = std::min(end, first + n.heads);
+          heads.run(row, begin - first, next - first);
+        }
+      });
+      return ffi::Error::Success();
+    });
+  });
 }
 
 }  // namespace

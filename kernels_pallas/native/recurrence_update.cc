@@ -148,11 +148,12 @@ ffi::Error run(ffi::ThreadPool pool, Floats query, Floats key, Floats value, Flo
   const Sizes n{shape[0], shape[1], shape[2], shape[3], shared[2], shared[3], decay.dimensions()[3]};
   const float* given = strength.typed_data();
   float* out = y->typed_data();
-  auto update = [&](auto* states) {
-    using Stored = std::remove_pointer_t<decltype(states)>;
+  constexpr char kRefused[] = "recurrence_update: states must be float32 or bfloat16";
+  return with_floats(store.element_type(), kRefused, [&](auto number) {
+    using Stored = typename decltype(number)::Stored;
     row_steps(
         pool, n.rows, n.steps, {1, n.head_dim * n.state, n.heads * n.head_dim * n.state}, read_slot.typed_data(),
-        write_slot.typed_data(), states,
+        write_slot.typed_data(), static_cast<Stored*>(updated->untyped_data()),
         [&](int64_t token) {
           return std::all_of(given + token * n.heads, given + (token + 1) * n.heads, [](float s) { return s == 0; });
         },
@@ -169,9 +170,7 @@ ffi::Error run(ffi::ThreadPool pool, Floats query, Floats key, Floats value, Flo
           }
         });
     return ffi::Error::Success();
-  };
-  constexpr char kRefused[] = "recurrence_update: states must be float32 or bfloat16";
-  return with_floats(store.element_type(), updated->untyped_data(), kRefused, update);
+  });
 }
 
 }  // namespace

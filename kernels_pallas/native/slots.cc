@@ -9,30 +9,35 @@ namespace {
 
 constexpr int64_t kWorthSharing = 1 << 16;  // bytes: fewer are copied before another thread has woken up
 
-// Calls copy(i) for each of `count` slots of `size` bytes.
+// Calls copy(slot, value, size) for each index: where the slot is, null if there is none, and the value of `size` bytes.
 template <typename Copy>
-void for_each(ffi::ThreadPool& pool, int64_t count, int64_t size, const Copy& copy) {
+ffi::Error for_each(ffi::ThreadPool& pool, const ffi::AnyBuffer& store, const ffi::AnyBuffer& values, const Ints& index,
+                    const Copy& copy) {
+  const int64_t count = index.element_count(), size = count ? values.size_bytes() / count : 0;
+  const int64_t slots = size ? store.size_bytes() / size : 0;
+  char *first = static_cast<char*>(store.untyped_data()), *value = static_cast<char*>(values.untyped_data());
   auto several = [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) copy(i);
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t slot = index.typed_data()[i];
+      copy(slot > 0 && slot < slots ? first + slot * size : nullptr, value + i * size, size);
+    }
   };
-  if (count * size < kWorthSharing) return several(0, count);
-  parallel_for(pool, count, several);
+  if (count * size < kWorthSharing) {
+    several(0, count);
+  } else {
+    parallel_for(pool, count, several);
+  }
+  return ffi::Error::Success();
 }
 
 ffi::Error read(ffi::ThreadPool pool, ffi::AnyBuffer store, Ints index, ffi::Result<ffi::AnyBuffer> values) {
-  const int64_t count = index.element_count(), size = count ? values->size_bytes() / count : 0;
-  const int64_t slots = size ? store.size_bytes() / size : 0;
-  const char* from = static_cast<const char*>(store.untyped_data());
-  char* to = static_cast<char*>(values->untyped_data());
-  for_each(pool, count, size, [&](int64_t i) {
-    const int64_t slot = index.typed_data()[i];
-    if (slot > 0 && slot < slots) {
-      std::memcpy(to + i * size, from + slot * size, size);
+  return for_each(pool, store, *values, index, [](const char* slot, char* value, int64_t size) {
+    if (slot != nullptr) {
+      std::memcpy(value, slot, size);
     } else {
-      std::memset(to + i * size, 0, size);
+      std::memset(value, 0, size);
     }
   });
-  return ffi::Error::Success();
 }
 
 ffi::Error write(ffi::ThreadPool pool, ffi::AnyBuffer store, ffi::AnyBuffer values, Ints index,
@@ -40,15 +45,9 @@ ffi::Error write(ffi::ThreadPool pool, ffi::AnyBuffer store, ffi::AnyBuffer valu
   if (store.untyped_data() != updated->untyped_data()) {
     return ffi::Error::Internal("write_slots: the store is not updated in place");
   }
-  const int64_t count = index.element_count(), size = count ? values.size_bytes() / count : 0;
-  const int64_t slots = size ? store.size_bytes() / size : 0;
-  const char* from = static_cast<const char*>(values.untyped_data());
-  char* to = static_cast<char*>(updated->untyped_data());
-  for_each(pool, count, size, [&](int64_t i) {
-    const int64_t slot = index.typed_data()[i];
-    if (slot > 0 && slot < slots) std::memcpy(to + slot * size, from + i * size, size);
+  return for_each(pool, store, values, index, [](char* slot, const char* value, int64_t size) {
+    if (slot != nullptr) std::memcpy(slot, value, size);
   });
-  return ffi::Error::Success();
 }
 
 }  // namespace

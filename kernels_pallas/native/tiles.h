@@ -10,6 +10,7 @@
 
 #if defined(NATIVE_DISPATCH) && __has_include(<amxbf16intrin.h>)  // the assembler is as new as the compiler
 #define NATIVE_TILES
+#define NATIVE_AVX512 inline __attribute__((target("arch=x86-64-v4")))
 
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -56,7 +57,7 @@ class TileShapes {
 #define TILE_MULTIPLY(w, x, sums) asm volatile("tdpbf16ps %%tmm" #x ", %%tmm" #w ", %%tmm" #sums : :)
 
 // Up to kTileRows rows of x [rows, pairs] as tiles [steps, 2, pair, row]; tiles without a row are left out.
-NATIVE_INLINE void tile_columns(const float* x, float* columns, int64_t rows, int64_t pairs) {
+NATIVE_AVX512 void tile_columns(const float* x, float* columns, int64_t rows, int64_t pairs) {
   for (int64_t first = 0; first < std::min(rows, kTileRows); first += kTile) {
     float* to = columns + first * kTile;
     for (int64_t i = 0; i < pairs; i += kTile, to += kTileRows * kTile) {
@@ -85,7 +86,7 @@ inline const uint32_t* tile_rows(const uint32_t* w, int64_t o, int64_t end, int6
 }
 
 // Outputs [begin, end) of y [rows, outputs], from the tiles of each kTileRows rows and w [outputs, pairs].
-NATIVE_INLINE void tile_product(const float* columns, const uint32_t* w, float* y, int64_t rows, int64_t pairs,
+NATIVE_AVX512 void tile_product(const float* columns, const uint32_t* w, float* y, int64_t rows, int64_t pairs,
                                 int64_t outputs, int64_t begin, int64_t end) {
   const TileShapes shapes;
   const int64_t steps = (pairs + kTile - 1) / kTile;
@@ -129,7 +130,7 @@ NATIVE_INLINE void tile_product(const float* columns, const uint32_t* w, float* 
 }
 
 // Few rows: each thread makes the tiles of x by itself.
-NATIVE_INLINE void tile_product_of_few(const float* x, const uint32_t* w, float* y, int64_t rows, int64_t pairs,
+NATIVE_AVX512 void tile_product_of_few(const float* x, const uint32_t* w, float* y, int64_t rows, int64_t pairs,
                                        int64_t outputs, int64_t begin, int64_t end) {
   const int64_t size = kTileRows * ((pairs + kTile - 1) / kTile * kTile);
   const std::unique_ptr<float[]> room(new float[(rows + kTileRows - 1) / kTileRows * size + kTile]);

@@ -1,6 +1,6 @@
-// A product of any number of rows with a weight, on XLA's threads. A row's bits do not depend on the number of rows.
-#pragma once
-
+// Products with weights that are streamed once from memory, on XLA's threads: a dense one (kernels_pallas/linear), and
+// those of a few tokens with the weights of their experts (kernels_pallas/grouped_matmul). A row's bits do not depend on
+// the number of rows.
 #include <memory>
 #include <vector>
 
@@ -9,11 +9,13 @@
 #include "product.h"
 
 namespace native {
+namespace {
 
 constexpr int64_t kFewRows = 24;           // up to which streaming the weight as it is stored is faster
 constexpr int64_t kFewOutputs = 16;        // the same for outputs
 constexpr int64_t kPieceBytes = 64 << 10;  // of a weight: fewer are read before another thread has woken up
 constexpr int64_t kPieceTerms = 1 << 18;   // multiplications that are worth another thread
+constexpr int64_t kGroupPiece = 64;        // outputs of a group of few tokens that one thread computes at a time
 
 // y [rows, outputs] = x w^T. With `BFloat16Dot`, x has pairs of bfloat16 as well, and `inputs` counts pairs.
 template <typename Number>
@@ -88,5 +90,67 @@ ffi::Error with_number(const ffi::AnyBuffer& x, const ffi::AnyBuffer& w, const C
   }
   return ffi::Error::Success();
 }
+
+ffi::Error dense(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<Matrix> y) {
+  const int64_t rows = y->dimensions()[0], outputs = y->dimensions()[1];
+  return with_number(x, w, [&](auto number, const float* values, const auto* weight, int64_t inputs) {
+    dense_product<decltype(number)>(pool, values, weight, y->typed_data(), rows, inputs, outputs);
+  });
+}
+
+struct Group {
+  int64_t expert, first, tokens;
+};
+
+// Groups of few tokens are shared out together, groups of many tokens one after the other.
+template <typename Number>
+void multiply_groups(ffi::ThreadPool& pool, const std::vector<Group>& groups, const float* x,
+                     const typename Number::Stored* w, float* y, int64_t tokens, int64_t inputs, int64_t outputs) {
+  const auto many = [&](const Group& group) { return group.tokens > kFewRows && outputs >= kFewOutputs; };
+  std::vector<Group> few;
+  for (const Group& group : groups) {
+    if (!many(group)) {
+      few.push_back(group);
+    } else {
+      dense_product<Number>(pool, x + group.first * inputs, w + group.expert * inputs * outputs,
+                            y + group.first * outputs, group.tokens, inputs, outputs);
+    }
+  }
+  if (few.empty()) return;
+  std::vector<float> room;
+  const float* ordered = in_order<Number>(x, tokens, inputs, room);
+  const auto few_rows = forms<typename Number::Stored>().few;
+  const int64_t pieces = (outputs + kGroupPiece - 1) / kGroupPiece;
+  parallel_for(pool, static_cast<int64_t>(few.size()) * pieces, [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      const Group& group = few[item / pieces];
+      const int64_t from = item % pieces * kGroupPiece;
+      few_rows(ordered + group.first * inputs, w + group.expert * inputs * outputs, y + group.first * outputs,
+               group.tokens, inputs, outputs, from, std::min(from + kGroupPiece, outputs));
+    }
+  });
+}
+
+ffi::Error grouped(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::S32, 1> sizes,
+                   ffi::Result<Matrix> y) {
+  const int64_t tokens = y->dimensions()[0], outputs = y->dimensions()[1];
+  std::vector<Group> groups;
+  int64_t first = 0;
+  for (int64_t expert = 0; expert < static_cast<int64_t>(sizes.element_count()); ++expert) {
+    const int64_t count = std::min<int64_t>(sizes.typed_data()[expert], tokens - first);
+    if (count > 0) groups.push_back({expert, first, count});
+    first += std::max<int64_t>(count, 0);
+  }
+  std::fill(y->typed_data() + first * outputs, y->typed_data() + tokens * outputs, 0.0f);
+  return with_number(x, w, [&](auto number, const float* values, const auto* weights, int64_t inputs) {
+    multiply_groups<decltype(number)>(pool, groups, values, weights, y->typed_data(), tokens, inputs, outputs);
+  });
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(linear, dense);
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(grouped_matmul, grouped);
 
 }  // namespace native
