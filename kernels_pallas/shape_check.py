@@ -3,16 +3,19 @@
 import dataclasses
 import functools
 import inspect
+import tomllib
 import typing
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from jaxtyping import AbstractArray
 
-from kernels_pallas.dimensions import DIMENSIONS
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+DIMENSIONS = tomllib.loads(Path(__file__).with_name("dimensions.toml").read_text(encoding="utf-8"))
+"""The legend of their names."""
 
 
 def shapes_checked(function: Callable[_P, _R]) -> Callable[_P, _R]:

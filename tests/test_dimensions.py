@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels_pallas.dimensions import DIMENSIONS
+from kernels_pallas.shape_check import DIMENSIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 ANNOTATION = re.compile(r'\b(?:Float|U?Int\d*|Bool|Shaped|Num)\[\s*[^"\[\]]+?,\s*"([^"]*)"\s*,?\s*\]')
@@ -25,7 +25,7 @@ def names():
 @pytest.mark.parametrize("name", sorted(names()))
 def test_every_name_is_in_the_legend(name):
     assert name in DIMENSIONS, (
-        f"{names()[name]} has a dimension {name!r}: say in kernels_pallas/dimensions.py what it is"
+        f"{names()[name]} has a dimension {name!r}: say in kernels_pallas/dimensions.toml what it is"
     )
 
 
