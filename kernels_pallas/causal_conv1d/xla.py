@@ -5,11 +5,9 @@ from functools import partial
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.fixed_order import rounded, silu
+from kernels_pallas.fixed_order import F32, rounded, silu
 from kernels_pallas.slots import read_slots, write_slots
 from kernels_pallas.windows import read_windows, write_windows
-
-F32 = jnp.float32
 
 
 def _shifted(x, by, axis):

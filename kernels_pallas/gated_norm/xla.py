@@ -5,9 +5,7 @@ from functools import partial
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.fixed_order import is_fixed, row_sum, sigmoid, silu
-
-F32 = jnp.float32
+from kernels_pallas.fixed_order import F32, is_fixed, row_sum, sigmoid, silu
 
 
 def gated(y, z):

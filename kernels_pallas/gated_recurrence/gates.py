@@ -8,10 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from kernels_pallas.fixed_order import exp, rounded, row_sum, sigmoid, softplus
+from kernels_pallas.fixed_order import F32, exp, rounded, row_sum, sigmoid, softplus
 from kernels_pallas.gated_norm import gated, gated_rms_norm
 
-F32 = jnp.float32
 LEAST = 1e-37
 """A strength of exactly 0 marks padding, so a token's strength must not underflow to 0."""
 UNIT_EPS = 1e-6

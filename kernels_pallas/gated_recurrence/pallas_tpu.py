@@ -24,9 +24,8 @@ from kernels_pallas.gated_norm.xla import rms_norm
 from kernels_pallas.recurrence.scan.pallas_tpu import BLOCK_BYTES
 from kernels_pallas.recurrence.scan.tpu_tile import scan_tile
 from kernels_pallas.slots import read_slots, write_slots
-from kernels_pallas.tpu_blocks import LANES, HeadBlocks, blocks_in_lanes
+from kernels_pallas.tpu_blocks import F32, LANES, HeadBlocks, blocks_in_lanes
 
-F32 = jnp.float32
 ALIGNED = 16  # rows of 16-bit numbers in a memory tile
 CONTEXT = 8  # rows of float32 in a memory tile; more than a convolution looks back
 VMEM_BYTES = 32 << 20  # a chip has 64 MiB or more; a kernel's default limit is 16 MiB

@@ -20,9 +20,8 @@ from kernels_pallas.grouped_matmul.pallas_tpu import lies_inputs_first
 from kernels_pallas.grouped_matmul.quantized import by_channel
 from kernels_pallas.grouped_matmul.xla import of_experts
 from kernels_pallas.quantized import bits_of
-from kernels_pallas.tpu_blocks import LANES, dot
+from kernels_pallas.tpu_blocks import F32, LANES, dot
 
-F32 = jnp.float32
 SUBLANES = 32
 # Tokens, outputs and inputs of a block.
 TOKENS, OUTPUTS, INPUTS = 128, 512, 512

@@ -8,6 +8,7 @@ from jax import lax
 
 from kernels_pallas.dispatch import differentiable
 from kernels_pallas.fixed_order import (
+    F32,
     exp,
     is_fixed,
     kernel_options,
@@ -20,9 +21,6 @@ from kernels_pallas.fixed_order import (
 )
 from kernels_pallas.paged_attention.stripe import Stripe
 from kernels_pallas.slots import load, put, read_slots, write_one_by_one, write_slots
-
-F32 = jnp.float32
-
 
 QUERIES = 128
 """Queries, and keys, per piece of `attention_sequence`; keys per piece of schedule-invariant attention, whose pieces

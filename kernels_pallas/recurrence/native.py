@@ -11,12 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas import dispatch, fixed_order, native
-from kernels_pallas.fixed_order import exp, rounded
+from kernels_pallas.fixed_order import F32, exp, rounded
 from kernels_pallas.places import rows_of_tiles
 from kernels_pallas.recurrence import token_by_token
 from kernels_pallas.row_loop import sequences_in_slots
 
-F32 = jnp.float32
 _KNOWN = (F32, jnp.bfloat16)
 
 

@@ -7,11 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas import native
-from kernels_pallas.fixed_order import rounded
+from kernels_pallas.fixed_order import F32, rounded
 from kernels_pallas.places import rows_of_tiles
 from kernels_pallas.row_loop import sequences_in_slots
-
-F32 = jnp.float32
 
 
 def selective_scan(entry, store, tiles, *, a, d):

@@ -19,9 +19,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas import tpu_pipeline
 from kernels_pallas.places import Tiles
-from kernels_pallas.tpu_blocks import LANES
+from kernels_pallas.tpu_blocks import F32, LANES
 
-F32 = jnp.float32
 BLOCK_BYTES = 8 << 20  # of inputs, outputs and states in VMEM; the columns of B and C come in addition
 LONGEST = 128  # tokens of a grid step; longer tiles are divided. They take 2 MiB of columns for 16 entries
 # Channels whose states are in registers at a time: with 16 entries, 8 of 64 registers, and as many for their rates.

@@ -23,9 +23,8 @@ from jax.experimental.pallas import triton as plt
 from kernels_pallas import triton_blocks as triton
 from kernels_pallas.recurrence.update import pallas_gpu as update
 from kernels_pallas.tails import row_numbers
-from kernels_pallas.triton_decode import AnchoredRow, indices
+from kernels_pallas.triton_decode import F32, AnchoredRow, indices
 
-F32 = jnp.float32
 ENTRIES = {True: 16, False: 32}
 """Of a tail in one block, with and without erasing."""
 

@@ -17,9 +17,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.recurrence.replay import tpu_by_channel, tpu_lanes, tpu_rows
 from kernels_pallas.recurrence.replay.tpu_rows import BLOCK_BYTES, HeadDecays, Row
-from kernels_pallas.tpu_blocks import blocks_in_lanes, dot
+from kernels_pallas.tpu_blocks import F32, blocks_in_lanes, dot
 
-F32 = jnp.float32
 _REGISTER = 8  # rows
 
 

@@ -10,9 +10,7 @@ digits of recent decays. Decays between the few new tokens are sums of those in 
 import jax.numpy as jnp
 
 from kernels_pallas.recurrence.replay.tpu_rows import Row
-from kernels_pallas.tpu_blocks import accurate_dot, dot
-
-F32 = jnp.float32
+from kernels_pallas.tpu_blocks import F32, accurate_dot, dot
 
 
 def reads(row: Row, product, asked, keys, logs, new, of_tokens, state_in):

@@ -13,9 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kernels_pallas.recurrence.replay.tpu_rows import HeadDecays, Row, fine_dot
-from kernels_pallas.tpu_blocks import dot, join_heads
-
-F32 = jnp.float32
+from kernels_pallas.tpu_blocks import F32, dot, join_heads
 
 
 def compute(row: Row, inputs, state_in, y, state_out, tail, memory, *, head_dim: int):

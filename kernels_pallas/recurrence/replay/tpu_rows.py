@@ -21,9 +21,8 @@ from kernels_pallas import tpu_pipeline
 from kernels_pallas.places import Anchored
 from kernels_pallas.recurrence.replay.tpu_tails import TailCopies, moved_entries, registers, scratch
 from kernels_pallas.tails import row_numbers
-from kernels_pallas.tpu_blocks import LANES, HeadBlocks, dot, in_large_memory
+from kernels_pallas.tpu_blocks import F32, LANES, HeadBlocks, dot, in_large_memory
 
-F32 = jnp.float32
 BLOCK_BYTES = 1 << 20  # bytes of state moved at a time: large enough to hide a grid step's fixed cost
 
 

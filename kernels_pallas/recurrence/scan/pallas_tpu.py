@@ -18,11 +18,10 @@ from jax.experimental import pallas as pl
 from kernels_pallas import tpu_pipeline
 from kernels_pallas.recurrence.scan.tpu_tile import scan_tile
 from kernels_pallas.recurrence.update.pallas_tpu import unsupported
-from kernels_pallas.tpu_blocks import HeadBlocks, accurate_dot, blocks_in_lanes, dot
+from kernels_pallas.tpu_blocks import F32, HeadBlocks, accurate_dot, blocks_in_lanes, dot
 
 __all__ = ["scan", "unsupported"]
 
-F32 = jnp.float32
 BLOCKS = (128, 64)  # tokens of a block: the first of these that divides the tile
 BLOCKS_BY_CHANNEL = (64,)  # the work of decays by channel grows with the square
 SYSTEM = 16  # a power of two: tokens of a triangular system that is inverted: fewer make products of too few rows

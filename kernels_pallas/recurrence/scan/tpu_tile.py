@@ -10,9 +10,7 @@ import functools
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.tpu_blocks import HeadBlocks, dot, join_heads
-
-F32 = jnp.float32
+from kernels_pallas.tpu_blocks import F32, HeadBlocks, dot, join_heads
 
 
 def scan_tile(inputs, y, carry, stored, *, blocks: HeadBlocks, head_dim: int):

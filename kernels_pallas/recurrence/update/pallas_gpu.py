@@ -13,9 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from kernels_pallas import triton_blocks as triton
-from kernels_pallas.triton_decode import SlotRow, indices
-
-F32 = jnp.float32
+from kernels_pallas.triton_decode import F32, SlotRow, indices
 
 
 def unsupported(entry, store, rows, *, erase, skip):
