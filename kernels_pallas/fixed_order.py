@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Float, Int, Num
 
 from kernels_pallas import dispatch, fixed_blocks, native
 
@@ -172,14 +172,17 @@ def row_max(x: Float[Array, "*batch n"]) -> Float[Array, "*batch 1"]:
 
     def by_bits(x):
         bits = lax.bitcast_convert_type(x, jnp.int32)
-        return lax.bitcast_convert_type(_ordered(_ordered(bits).max(-1, keepdims=True)), F32)
+        return lax.bitcast_convert_type(ordered(ordered(bits).max(-1, keepdims=True)), F32)
 
     return dispatch.differentiable(by_bits, lambda x: x.max(-1, keepdims=True))(x.astype(F32))
 
 
-def _ordered(bits):
-    """Converts bits of float32 to integers of the same order, and back."""
-    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+def ordered(bits: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
+    """Converts bits of float32 to integers of the same order, and back: -nan < -inf < ... < -0 < 0 < ... < inf < nan.
+
+    Also inside of kernels.
+    """
+    return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 
 
 def _elementwise(name: str, otherwise: Callable[[Array], Array], x: Array) -> Array:

@@ -37,25 +37,24 @@ def scan(
         real: tokens that are not padding [tiles, tile_size].
         block: the shape of a block of a state.
         axis: the axis of a state that is divided into blocks.
-        scalars: numbers of tiles that index maps take after (block, tile), and the functions before their inputs.
+        scalars: numbers of tiles that index maps take, as a tuple, after (block, tile), and the functions before their
+            inputs.
         padding: called in place of `compute` for tiles of padding; None: their output is zeros.
         memory: further scratch shapes.
         vmem_bytes: limit of VMEM; the compiler's default if None.
     """
     first, read, write, fetched, flushed = slots_of_tiles(tiles)
 
-    def slot(scalar):
-        def index(h, i, *scalars):
-            return (scalars[scalar][i], *(h if n == axis else 0 for n in range(len(block))))
+    def slot(number):
+        def index(h, i, scalars, of_tiles, of_blocks):
+            return (of_blocks[number][i], *(h if n == axis else 0 for n in range(len(block))))
 
         return pl.BlockSpec((1, *block), index)
 
-    kernel = functools.partial(
-        _scan_kernel, compute=compute, padding=padding or _zeros, scalars=len(scalars), inputs=len(inputs)
-    )
-    of_tiles = first, read, write, real.any(axis=1).astype(jnp.int32), fetched, flushed
+    kernel = functools.partial(_scan_kernel, compute=compute, padding=padding or _zeros)
+    of_tiles = first, read, write, real.any(axis=1).astype(jnp.int32)
     return call_in_place(
-        kernel, inputs, output, [(store, slot(-2), slot(-1))], (*scalars, *of_tiles),
+        kernel, inputs, output, [(store, slot(0), slot(1))], (tuple(scalars), of_tiles, (fetched, flushed)),
         grid=(store.shape[1 + axis] // block[axis], len(first)),
         memory=[pltpu.VMEM(block, F32), *memory], vmem_bytes=vmem_bytes, cost=cost, interpret=interpret, name=name,
     )  # fmt: skip
@@ -79,13 +78,10 @@ def _zeros(place, inputs, y, *others):
     y[...] = jnp.zeros(y.shape, y.dtype)
 
 
-def _scan_kernel(*references, compute, padding, scalars: int, inputs: int):
-    given, (tile_first, read_slot, write_slot, live, _fetched, _flushed, *rest) = (
-        references[:scalars], references[scalars:]
-    )  # fmt: skip
-    state_in, y, state_out, carry, *memory = rest[inputs:]
+def _scan_kernel(scalars, of_tiles, of_blocks, inputs, stores, y, new_stores, carry, *memory, compute, padding):
+    (tile_first, read_slot, write_slot, live), (state_in,), (state_out,) = of_tiles, stores, new_stores
     tile = pl.program_id(1)
-    block = (pl.program_id(0), tile), (*given, *rest[:inputs]), y, carry, state_out.dtype, *memory
+    block = (pl.program_id(0), tile), (*scalars, *inputs), y, carry, state_out.dtype, *memory
 
     @pl.when(tile_first[tile] > 0)
     def _():
@@ -120,7 +116,7 @@ def update(compute, inputs, output, store, places: Rows, *, real, heads: int, co
     def slot(index):
         return pl.BlockSpec((1, *block), lambda h, i, t, *scalars: (index(i, t, *scalars), h, 0, 0))
 
-    kernel = functools.partial(_update_kernel, compute=compute, number=len(inputs), steps=steps)
+    kernel = functools.partial(_update_kernel, compute=compute, steps=steps)
     scalars = (
         places.read_slot.astype(jnp.int32),
         # One axis: in scalar memory, the last of two axes is padded to 128.
@@ -134,8 +130,8 @@ def update(compute, inputs, output, store, places: Rows, *, real, heads: int, co
     )  # fmt: skip
 
 
-def _update_kernel(read_slot, write_slot, real, *references, compute, number: int, steps: int):
-    inputs, (state_in, y, state_out, carry) = references[:number], references[number:]
+def _update_kernel(read_slot, write_slot, real, inputs, stores, y, new_stores, carry, *, compute, steps: int):
+    (state_in,), (state_out,) = stores, new_stores
     block, row, step = (pl.program_id(axis) for axis in range(3))
     index = row * steps + step
     has_state = read_slot[row] > 0
@@ -182,29 +178,31 @@ def _update_kernel(read_slot, write_slot, real, *references, compute, number: in
 def call_in_place(
     kernel, inputs, output, stores, scalars, *, grid, memory, parallel=True, vmem_bytes=None, cost, interpret, name
 ):
-    """Runs a kernel of (scalars, inputs, stores, output, stores, memory); returns the output and the stores.
+    """Runs a kernel of (*scalars, inputs, stores, output, stores, *memory); returns the output and the stores.
 
     Args:
+        scalars: arrays, or trees of them, which index maps take after the place in the grid.
         stores: arrays that are updated in place, with the `BlockSpec`s of what is read and of what is written.
         parallel: blocks along the first axis of the grid access disjoint parts of every slot (the null slot included).
     """
     (shape, y_blocks), (arrays, blocks) = output, zip(*inputs, strict=True)
     held, fetched, flushed = zip(*stores, strict=True)
     order: list[Any] = ["parallel" if parallel else "arbitrary"] + ["arbitrary"] * (len(grid) - 1)
-    first = len(scalars) + len(arrays)
-    return pl.pallas_call(
+    first = len(jax.tree.leaves((scalars, arrays)))
+    y, updated = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=grid,
-            in_specs=[*blocks, *fetched],
-            out_specs=[y_blocks, *flushed],
+            in_specs=(blocks, fetched),
+            out_specs=(y_blocks, flushed),
             scratch_shapes=memory,
         ),
-        out_shape=[shape, *(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in held)],
+        out_shape=(shape, tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in held)),
         input_output_aliases={first + n: 1 + n for n in range(len(held))},
         compiler_params=pltpu.CompilerParams(dimension_semantics=order, vmem_limit_bytes=vmem_bytes),
         cost_estimate=cost,
         interpret=interpret,
         name=name,
-    )(*scalars, *arrays, *held)
+    )(*scalars, arrays, held)
+    return y, *updated

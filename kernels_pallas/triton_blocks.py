@@ -63,8 +63,8 @@ def offsets_overflow(array) -> bool:
 
 
 def unsupported(keys: int, *stores) -> str | None:
-    """Returns why kernels whose keys, of this size, go in pieces do not take these stores; None if they do."""
-    if any(map(offsets_overflow, stores)):
+    """Returns why kernels whose keys, of this size, go in pieces do not take these trees of stores; None if they do."""
+    if any(map(offsets_overflow, jax.tree.leaves(stores))):
         return "offsets into the store do not fit in 32 bits"
     if keys % LEAST_OF_PIECE:
         return f"keys have a size of {keys}, not a multiple of {LEAST_OF_PIECE}"
@@ -89,14 +89,17 @@ def store_if(condition: Bool[Array, "..."], ref, value: Array) -> None:
     plt.store(ref, value, mask=jnp.broadcast_to(condition, value.shape))
 
 
-def update_call(kernel, name: str, grid, inputs, y, stores, *, interpret: bool, warps: int = 4) -> Sequence[Array]:
-    """Runs a kernel of (inputs, stores, y, stores), the stores in place; returns y and the stores."""
-    first = sum(v is not None for v in inputs)
+def update_call(kernel, name: str, grid, inputs, y, stores, *, interpret: bool, warps: int = 4) -> tuple[Any, ...]:
+    """Runs a kernel of (inputs, stores, y, stores), the stores in place; returns y and the stores.
+
+    inputs, stores: arrays, trees of them, and None.
+    """
+    first, held = len(jax.tree.leaves(inputs)), len(jax.tree.leaves(stores))
     return pl.pallas_call(
         kernel,
         grid=grid,
-        out_shape=[y, *(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in stores)],
-        input_output_aliases={first + n: 1 + n for n in range(len(stores))},
+        out_shape=(y, *jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), stores)),
+        input_output_aliases={first + n: 1 + n for n in range(held)},
         compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
         name=name,
@@ -115,9 +118,8 @@ def pass_states_on(call, name: str, grid, part, tiles: Tiles, operands, added, s
         The state before each tile, in the memory of `added`, and the store.
     """
 
-    def kernel(first, read_slot, write_slot, *references):
-        *given, added, store_in, begun, store_out = references
-        here, shape, decay = part(*given)
+    def kernel(first, read_slot, write_slot, operands, added, store_in, begun, store_out):
+        here, shape, decay = part(*operands)
 
         def one_tile(tile: Array, state: Array) -> Array:
             source, fresh = plt.load(read_slot.at[tile]), plt.load(first.at[tile]) > 0
@@ -141,7 +143,7 @@ def pass_states_on(call, name: str, grid, part, tiles: Tiles, operands, added, s
         out_shape=[jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (added, store)],
         input_output_aliases={3 + len(operands): 0, 4 + len(operands): 1},
         name=name,
-    )(*(v.astype(jnp.int32) for v in slots), *operands, added, store)
+    )(*(v.astype(jnp.int32) for v in slots), operands, added, store)
 
 
 def dot(left, right, dtype, *, tensor_cores=False):

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from kernels_pallas.expert_choice.rule import Choice
+from kernels_pallas.fixed_order import ordered
 
 F32, I32 = jnp.float32, jnp.int32
 MOST = 1 << 13  # scores, in the registers of one program
@@ -38,17 +39,13 @@ def unsupported(scores, bias, valid, first, *, own, rule):
 def choose_experts(scores, bias, valid, first, *, own, rule, interpret=False):
     tokens, experts = scores.shape
     rows = tokens * rule.count
-    given = [scores, valid.astype(I32)]
-    if own < experts:
-        given.append(jnp.asarray(first, I32).reshape(1))
-    if bias is not None:
-        given.append(bias)
+    first = jnp.asarray(first, I32).reshape(1) if own < experts else None
     sizes = (pl.next_power_of_2(tokens), pl.next_power_of_2(experts))
     of_rows = [jax.ShapeDtypeStruct((rows,), I32)] * 2
     of_tokens = [jax.ShapeDtypeStruct((tokens, rule.count), dtype) for dtype in (F32, I32)]
     return Choice(
         *pl.pallas_call(
-            functools.partial(_kernel, divided=own < experts, biased=bias is not None, sizes=sizes, rule=rule),
+            functools.partial(_kernel, sizes=sizes, rule=rule),
             grid=(1,),
             out_shape=[*of_tokens, *of_rows, jax.ShapeDtypeStruct((own,), I32)],
             compiler_params=plt.CompilerParams(
@@ -56,22 +53,21 @@ def choose_experts(scores, bias, valid, first, *, own, rule, interpret=False):
             ),
             interpret=interpret,
             name="expert_choice",
-        )(*given)
+        )(scores, valid.astype(I32), first, bias)
     )
 
 
-def _kernel(*refs, divided, biased, sizes, rule):
-    scores, valid, *more, weights, chosen, order, place, counts = refs
+def _kernel(scores, valid, first, bias, weights, chosen, order, place, counts, *, sizes, rule):
     (tokens, experts), (rows, width) = scores.shape, sizes
     token, expert = jnp.arange(rows, dtype=I32), jnp.arange(width, dtype=I32)
     there, known = token < tokens, expert < experts
     value = plt.load(scores.at[token[:, None], expert[None, :]], mask=there[:, None] & known[None, :], other=F32(0))
     biased_value = value
-    if biased:
-        biased_value = value + plt.load(more[-1].at[expert], mask=known, other=F32(0))[None, :]
-    key = _in_total_order(biased_value)
+    if bias is not None:
+        biased_value = value + plt.load(bias.at[expert], mask=known, other=F32(0))[None, :]
+    key = ordered(lax.bitcast_convert_type(biased_value, I32))  # the order of `lax.top_k`
     real = (plt.load(valid.at[token], mask=there, other=I32(0)) != 0) & there
-    begin = plt.load(more[0].at[I32(0)]) if divided else I32(0)
+    begin = I32(0) if first is None else plt.load(first.at[I32(0)])
     own = counts.shape[0]
     mine = (expert >= begin) & (expert < begin + own)
 
@@ -120,9 +116,3 @@ def _weights(values, rule):
         total = functools.reduce(jnp.add, values) + F32(1e-20)
         values = [value / total for value in values]
     return values if rule.scaling == 1.0 else [value * F32(rule.scaling) for value in values]
-
-
-def _in_total_order(value):
-    """Integers in the order of `lax.top_k`: -nan < -inf < ... < -0 < 0 < ... < inf < nan."""
-    bits = lax.bitcast_convert_type(value, I32)
-    return jnp.where(bits < 0, bits ^ I32(0x7FFFFFFF), bits)

@@ -52,28 +52,18 @@ def _product(x, weight, gates, activation, *, place, sizes, interpret):
     """Returns [tokens, chosen, outputs], of x [tokens, inputs] or [tokens, chosen, inputs]."""
     experts, outputs, inputs = weight.shape
     outputs //= gates
-    scales = [v for v in (weight.channel_scale, weight.group_scale) if v is not None]
     block = power_of_two_in(outputs, OUTPUTS)
+    scales = jax.tree.map(
+        lambda v: v.reshape(*v.shape[:-1], gates, outputs), (weight.channel_scale, weight.group_scale)
+    )
     return pl.pallas_call(
-        functools.partial(
-            _kernel,
-            activation=activation,
-            block=block,
-            piece=_piece(weight),
-            by_channel=weight.channel_scale is not None,
-        ),
+        functools.partial(_kernel, activation=activation, block=block, piece=_piece(weight)),
         grid=(place.size, outputs // block),
         out_shape=jax.ShapeDtypeStruct((*place.shape, outputs), x.dtype),
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=STAGES),
         interpret=interpret,
         name="expert_mlp",
-    )(
-        x,
-        weight.values.reshape(experts, gates, outputs, inputs),
-        place,
-        sizes,
-        *(v.reshape(*v.shape[:-1], gates, outputs) for v in scales),
-    )
+    )(x, weight.values.reshape(experts, gates, outputs, inputs), place, sizes, *scales)
 
 
 def _quantized(weight):
@@ -86,9 +76,7 @@ def _piece(weight):
     return power_of_two_in(weight.group, INPUTS)
 
 
-def _kernel(x, weight, place, sizes, *refs, activation, block, piece, by_channel):
-    *scales, out = refs
-    channel = scales.pop(0) if by_channel else None
+def _kernel(x, weight, place, sizes, channel, scale, out, *, activation, block, piece):
     row, first = pl.program_id(0), pl.program_id(1) * block
     (tokens, chosen), (experts, gates, _, inputs) = place.shape, weight.shape
     expert = jnp.arange(pl.next_power_of_2(experts), dtype=I32)
@@ -121,7 +109,7 @@ def _kernel(x, weight, place, sizes, *refs, activation, block, piece, by_channel
     def part(gate, k, here, values):
         narrow = plt.load(weight.at[safe, I32(gate), output[:, None], here[None, :]])
         product = dot(values, narrow.astype(x.dtype).T, x.dtype)
-        for scale in scales:
+        if scale is not None:
             group = lax.div(k * piece, I32(inputs // scale.shape[1]))
             product *= plt.load(scale.at[safe, group, I32(gate), output]).astype(F32)[None, :]
         return product

@@ -78,7 +78,7 @@ def gated_scan(
 
     def half(first_block):  # of zx: z, or x
         window = pl.Element(fetched), pl.Element(channels)
-        return pl.BlockSpec(window, lambda h, i, base, *_: (base[i] * ALIGNED, (first_block + h) * channels))
+        return pl.BlockSpec(window, lambda h, i, given, *_: (given[0][i] * ALIGNED, (first_block + h) * channels))
 
     def per_channel(count):
         return pl.BlockSpec((count, channels), lambda h, i, *_: (0, h))

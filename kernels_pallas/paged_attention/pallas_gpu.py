@@ -9,7 +9,6 @@ latents that is every query head, and a piece of keys, read once, is also the pi
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -86,9 +85,9 @@ def _run(q, kv, positions, page_table, block_row, scale, first_key, *, partial, 
     partial = partial or splits > 1
     found = (blocks, kv_heads, splits, count + padding)
     shapes = [jax.ShapeDtypeStruct((*found, head_dim), F32), *[jax.ShapeDtypeStruct(found, F32)] * 2]
-    given = [] if isinstance(first_key, int) else [first_key.astype(jnp.int32).reshape(1)]
+    is_known = isinstance(first_key, int)
     kernel = functools.partial(
-        _kernel, scale=scale, static_first_key=None if given else first_key, splits=splits, part=part, partial=partial
+        _kernel, scale=scale, known_first_key=first_key if is_known else None, splits=splits, part=part, partial=partial
     )
     out, *weights = pl.pallas_call(
         kernel,
@@ -98,7 +97,10 @@ def _run(q, kv, positions, page_table, block_row, scale, first_key, *, partial, 
         compiler_params=plt.CompilerParams(num_warps=8 if wide else 4, num_stages=2),
         interpret=interpret,
         name="paged_attention",
-    )(block_row.astype(jnp.int32), page_table.astype(jnp.int32), places, queries, kv, *given)
+    )(
+        block_row.astype(jnp.int32), page_table.astype(jnp.int32), places, queries, kv,
+        None if is_known else first_key.astype(jnp.int32).reshape(1),
+    )  # fmt: skip
     joined = _joined(out, *weights) if weights else (out[:, :, 0],)
 
     def by_query(found):
@@ -130,12 +132,11 @@ def _splits(programs, keys, most=PROGRAMS):
 
 
 def _kernel(
-    block_row, page_table, positions, q, kv, *refs, scale: float, static_first_key: int | None, splits: int, part: int,
-    partial: bool,
+    block_row, page_table, positions, q, kv, first_key, out, *weights_out, scale: float, known_first_key: int | None,
+    splits: int, part: int, partial: bool,
 ):  # fmt: skip
     # The interpreter does not accept plain integers.
-    first_key: Any = plt.load(refs[0].at[jnp.int32(0)]) if static_first_key is None else static_first_key
-    out, *weights_out = refs[static_first_key is None :]
+    first_key = known_first_key if first_key is None else plt.load(first_key.at[jnp.int32(0)])
     which, split, block = (pl.program_id(axis) for axis in range(3))
     page_size, kv_heads, columns = kv.shape[1], max(kv.shape[2] // 2, 1), pieces(kv.shape[3])
     # Widening latents in registers takes more of them.

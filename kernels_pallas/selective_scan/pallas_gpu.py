@@ -34,12 +34,11 @@ def selective_update(entry, store, rows, *, a, d, interpret=False):
     (x, b, c, dt), (count, steps, inner) = entry, entry.x.shape
     block = triton.power_of_two_in(inner, UPDATE_CHANNELS)
     slots = rows.read_slot.astype(jnp.int32), rows.write_slot.astype(jnp.int32)
-    y, store = triton.update_call(
+    return triton.update_call(
         functools.partial(_update, steps=steps, block=block), "selective_update", (count, inner // block),
         (*slots, _real(dt), x, dt.astype(F32), a.astype(F32), b, c, d.astype(F32)),
         jax.ShapeDtypeStruct(x.shape, x.dtype), (store,), interpret=interpret,
     )  # fmt: skip
-    return y, store
 
 
 def _real(dt):

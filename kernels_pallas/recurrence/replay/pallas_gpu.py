@@ -30,35 +30,30 @@ ENTRIES = {True: 16, False: 32}
 
 
 def unsupported(entry, store, tail, places, *, erase, skip):
-    return triton.unsupported(entry.key.shape[3], store, *(ring for ring in tail if ring is not None))
+    return triton.unsupported(entry.key.shape[3], store, tail)
 
 
 def replay(entry, store, tail, places, *, erase, skip, interpret=False):
-    query, key, value, log_decay, strength = entry
+    value, decays = entry.value, entry.log_decay.astype(F32)
     rows, _, heads, head_dim = value.shape
     block = triton.power_of_two_in(head_dim, triton.CHANNELS)
-    y, store, *new_tail = triton.update_call(
+    return triton.update_call(
         functools.partial(_kernel, block=block, repeats=entry.repeats, erase=erase),
         "recurrence_replay",
         (rows, heads, head_dim // block),
-        (*row_numbers(places), query, key, value, log_decay.astype(F32), strength.astype(F32), skip),
+        (row_numbers(places), entry._replace(log_decay=decays, strength=entry.strength.astype(F32)), skip),
         jax.ShapeDtypeStruct(value.shape, value.dtype),
-        (store, *(ring for ring in tail if ring is not None)),
+        (store, tail),
         interpret=interpret,
     )
-    return y, store, type(tail)(*new_tail)
 
 
 def _kernel(
-    anchor, tail_id, anchor_length, length, num_tokens, write, boundary, query, key, value, log_decay, strength, skip,
-    state_in, *stores, block: int, repeats: int, erase: bool,
+    numbers, entry, skip, state_in, tail, y, state_out, new_tail, *, block: int, repeats: int, erase: bool
 ):  # fmt: skip
-    rings = len(stores) // 2 - 1
-    tail, y, state_out, new_tail = stores[:rings], *stores[rings : rings + 2], stores[rings + 2 :]
     row, head, part = (pl.program_id(axis) for axis in range(3))
-    place = AnchoredRow(row, anchor, tail_id, anchor_length, length, num_tokens, write, boundary)
-    here, of_entry = pl.ds(part * block, block), (query, key, value, log_decay, strength)
-    tokens = [update.load_token(place.live(t), t, here, of_entry, repeats) for t in indices(value.shape[1])]
+    place, here = AnchoredRow(row, *numbers), pl.ds(part * block, block)
+    tokens = [update.load_token(place.live(t), t, here, entry, repeats) for t in indices(y.shape[1])]
 
     def write_y(t, out):
         plt.store(y.at[row, t, head, here], jnp.where(place.live(t), out, 0.0).astype(y.dtype))
@@ -80,7 +75,7 @@ def replay_head(place, tokens, skip, state_in, tail, state_out, new_tail, write_
     """
     values, qs, ks, strengths, logs = map(list, zip(*tokens, strict=True))
     head, part = pl.program_id(1), pl.program_id(2)
-    (tail_u, tail_k, tail_decay, *tail_strength), (new_u, new_k, new_decay, *new_strength) = tail, new_tail
+    (tail_u, tail_k, tail_decay, tail_strength), (new_u, new_k, new_decay, new_strength) = tail, new_tail
     steps, block, entries, size = len(values), values[0].shape[0], tail_u.shape[1], state_in.shape[3]
     few = min(ENTRIES[erase], entries)
     here, first, start, ring_of = pl.ds(part * block, block), place.first, place.start, place.tail
@@ -93,7 +88,7 @@ def replay_head(place, tokens, skip, state_in, tail, state_out, new_tail, write_
     def load_u(entry):
         """Loads what one token added."""
         value = plt.load(tail_u.at[ring_of, entry, inner]).astype(F32)
-        return value if erase else value * plt.load(tail_strength[0].at[ring_of, entry, head])
+        return value if erase else value * plt.load(tail_strength.at[ring_of, entry, head])
 
     def total(first, last):
         """Sums log decays over new tokens."""
@@ -147,7 +142,7 @@ def replay_head(place, tokens, skip, state_in, tail, state_out, new_tail, write_
             old_u = triton.load_if(valid[:, None], tail_u.at[ring_of, span, inner], few, block).astype(F32)
             old_k = [triton.load_if(valid[:, None], tail_k.at[ring_of, span, n], few, n.size).astype(F32) for n in keys]
             if not erase:
-                old_strength = triton.load_if(valid, tail_strength[0].at[ring_of, span, head], few)
+                old_strength = triton.load_if(valid, tail_strength.at[ring_of, span, head], few)
                 old_u *= old_strength[:, None]
             later = jnp.sum(jnp.where(everywhere[None, :] > at[:, None], old_logs[None, :], 0.0), axis=1)
 
@@ -183,8 +178,8 @@ def replay_head(place, tokens, skip, state_in, tail, state_out, new_tail, write_
         one = live & (part == 0)
         for at, log in zip(in_tail, logs[t], strict=True):
             triton.store_if(one, new_decay.at[ring_of, entry, at], log)
-        for ring in new_strength:
-            plt.store(ring.at[ring_of, entry, head], strengths[t], mask=one)
+        if new_strength is not None:
+            plt.store(new_strength.at[ring_of, entry, head], strengths[t], mask=one)
         for at, key in zip(keys, ks[t], strict=True):
             triton.store_if(one & (lax.rem(head, repeats) == 0), new_k.at[ring_of, entry, at], key.astype(new_k.dtype))
 

@@ -36,10 +36,9 @@ class _Prefetched(NamedTuple):
     write: Any
     boundary: Any
     tail_id: Any
-    fetched_slot: Any
-    fetched_block: Any
-    flushed_slot: Any
-    flushed_block: Any
+    fetched: Any
+    """By `_named`; so is what is flushed."""
+    flushed: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,12 +158,13 @@ def replay(
     """
     rows, steps, heads, head_dim = value.shape
     anchor, tail_id, anchor_length, length, num_tokens, write, boundary = row_numbers(places)
-    named = (*_named(anchor, anchor > 0, blocks), *_named(write, write > 0, blocks))
+    named = _named(anchor, anchor > 0, blocks), _named(write, write > 0, blocks)
     scalars = _Prefetched(anchor, anchor_length, length, num_tokens, write, boundary, tail_id, *named)
 
-    def block(at):
-        def index(i, h, *s):
-            return s[at][i], jnp.where(s[at + 1][i] < 0, h, s[at + 1][i]), 0, 0
+    def block(named):
+        def index(i, h, rows):
+            slot, there = named(rows)
+            return slot[i], jnp.where(there[i] < 0, h, there[i]), 0, 0
 
         return pl.BlockSpec((1, blocks.heads, head_dim, states.shape[3]), index)
 
@@ -172,19 +172,17 @@ def replay(
     rings = [registers(v) for v in there_are]
     arrays = [array for array, _ in inputs]
     there = pl.BlockSpec(memory_space=pltpu.HBM)
-    stores = [(states, block(-4), block(-2))]  # at the last four of the scalars
+    stores = [(states, block(lambda rows: rows.fetched), block(lambda rows: rows.flushed))]
     stores += [(ring if interpret else in_large_memory(ring), there, there) for ring in rings]
     shape = jax.ShapeDtypeStruct((rows, steps, heads * head_dim), value.dtype)
     y, states, *rings = tpu_pipeline.call_in_place(
-        functools.partial(
-            _kernel, compute=compute, blocks=blocks, inputs=len(arrays), rings=len(rings), entries=tail[0].shape[1]
-        ),
+        functools.partial(_kernel, compute=compute, blocks=blocks, entries=tail[0].shape[1]),
         inputs,
         (shape, pl.BlockSpec((1, steps, blocks.heads * head_dim), lambda i, h, *_: (i, 0, h))),
         stores,
-        [v.astype(jnp.int32) for v in scalars],
+        [jax.tree.map(lambda v: v.astype(jnp.int32), scalars)],
         grid=(rows, blocks.count),
-        memory=[*scratch(rings), *memory],
+        memory=[scratch(rings), memory],
         parallel=False,
         cost=_cost(arrays, value, states, tail, asked, places.interval),
         interpret=interpret,
@@ -206,21 +204,12 @@ def _named(index, wanted, blocks: HeadBlocks):
     return jnp.where(wanted.any(), index[source], 0), place
 
 
-def _kernel(*refs, compute, blocks: HeadBlocks, inputs: int, rings: int, entries: int):
+def _kernel(rows, inputs, stores, y, new_stores, of_tails, memory, *, compute, blocks: HeadBlocks, entries: int):
     number, block = (pl.program_id(axis) for axis in range(2))
-    last, few = pl.num_programs(0) - 1, len(_Prefetched._fields)
-    rest = list(refs)
-
-    def take(count):
-        taken, rest[:] = rest[:count], rest[count:]
-        return taken
-
-    scalars = _Prefetched(*take(few))
-    arrays, (state_in,), _tails_in, (y, state_out), there, held = map(take, (inputs, 1, rings, 2, rings, rings))
-    (fetched, written), memory = take(2), rest
-    tails_of = TailCopies(scalars, there, held, fetched, written)
+    last, state_in, (state_out, *there) = pl.num_programs(0) - 1, stores[0], new_stores
+    tails_of = TailCopies(rows, there, *of_tails)
     pl.when(block == 0)(lambda: tails_of.bring(number, last))
-    count = scalars.num_tokens[number]
+    count = rows.num_tokens[number]
 
     @pl.when(count == 0)
     def _():
@@ -228,11 +217,9 @@ def _kernel(*refs, compute, blocks: HeadBlocks, inputs: int, rings: int, entries
 
     @pl.when(count > 0)
     def _():
-        numbers = scalars.length[number], count, scalars.anchor_length[number], scalars.boundary[number]
-        row = Row(
-            blocks, block, *numbers, scalars.anchor[number] > 0, scalars.write[number] > 0, y.shape[1], entries
-        )  # fmt: skip
-        compute(row, arrays, state_in, y, state_out, tails_of.at_hand(number), memory)
+        numbers = rows.length[number], count, rows.anchor_length[number], rows.boundary[number]
+        row = Row(blocks, block, *numbers, rows.anchor[number] > 0, rows.write[number] > 0, y.shape[1], entries)
+        compute(row, inputs, state_in, y, state_out, tails_of.at_hand(number), memory)
 
     pl.when(block == blocks.count - 1)(lambda: tails_of.put_back(number, last))
 

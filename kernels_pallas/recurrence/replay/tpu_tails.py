@@ -32,7 +32,7 @@ def registers(ring: Shaped[Array, "tails entries channels"]) -> Shaped[Array, "t
 def scratch(rings: Sequence[jax.Array]) -> list[Any]:
     """Returns the scratch memory of `TailCopies`: tails as by `registers`, and semaphores for both directions."""
     held = [pltpu.VMEM((_HELD, *ring.shape[1:]), ring.dtype) for ring in rings]
-    return [*held, pltpu.SemaphoreType.DMA((_HELD,)), pltpu.SemaphoreType.DMA((_HELD,))]
+    return [held, pltpu.SemaphoreType.DMA((_HELD,)), pltpu.SemaphoreType.DMA((_HELD,))]
 
 
 def moved_entries(entries: int, steps: int, interval: int) -> float:

@@ -21,40 +21,34 @@ def unsupported(entry, store, rows, *, erase, skip):
 
 
 def update(entry, store, rows, *, erase, skip, interpret=False):
-    value = entry.value
+    value, decays = entry.value, entry.log_decay.astype(F32)
     block = triton.power_of_two_in(value.shape[3], triton.CHANNELS)
-    query, key, value, log_decay, strength = entry
-    y, store = triton.update_call(
+    return triton.update_call(
         functools.partial(_kernel, block=block, repeats=entry.repeats, erase=erase),
         "recurrence_update",
         (value.shape[0], value.shape[2], value.shape[3] // block),
         (
-            *(slot.astype(jnp.int32) for slot in (rows.read_slot, rows.write_slot)),
-            *(query, key, value, log_decay.astype(F32), strength.astype(F32), skip),
+            [slot.astype(jnp.int32) for slot in (rows.read_slot, rows.write_slot)],
+            *(entry._replace(log_decay=decays, strength=entry.strength.astype(F32)), skip),
         ),
         jax.ShapeDtypeStruct(value.shape, value.dtype),
         (store,),
         interpret=interpret,
     )
-    return y, store
 
 
-def _kernel(
-    read_slot, write_slot, query, key, value, log_decay, strength, skip, state_in, y, state_out, *, block: int,
-    repeats: int, erase: bool,
-):  # fmt: skip
+def _kernel(slots, entry, skip, state_in, y, state_out, *, block: int, repeats: int, erase: bool):
     row, head, part = (pl.program_id(axis) for axis in range(3))
-    place, here = SlotRow(row, read_slot, write_slot), pl.ds(part * block, block)
-    of_entry = query, key, value, log_decay, strength
+    place, here = SlotRow(row, *slots), pl.ds(part * block, block)
 
     def token(t):
         # A step is real if any head's strength is not 0. Found here, because it would be another kernel in front.
-        return load_token(triton.any_nonzero(strength, row, t), t, here, of_entry, repeats)
+        return load_token(triton.any_nonzero(entry.strength, row, t), t, here, entry, repeats)
 
     def write_y(t, out):
         plt.store(y.at[row, t, head, here], out.astype(y.dtype))
 
-    state, tokens = load_state(place, state_in, head, here), map(token, indices(write_slot.shape[1]))
+    state, tokens = load_state(place, state_in, head, here), map(token, indices(y.shape[1]))
     weight = None if skip is None else plt.load(skip.at[head]).astype(F32)
     update_head(place, state, tokens, weight, state_out, write_y, erase=erase)
 
