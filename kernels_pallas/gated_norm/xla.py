@@ -8,10 +8,6 @@ from jax import lax
 from kernels_pallas.fixed_order import F32, is_fixed, row_sum, sigmoid, silu
 
 
-def gated(y, z):
-    return (y.astype(F32) * silu(z.astype(F32))).astype(y.dtype)
-
-
 def gated_rms_norm(y, z, weight, *, groups, eps, norm_before_gate=False, activation="silu"):
     gate = {"silu": silu, "sigmoid": sigmoid}[activation](z.astype(F32))
     out = _scaled(y.astype(F32) if norm_before_gate else y.astype(F32) * gate, weight, groups, eps)

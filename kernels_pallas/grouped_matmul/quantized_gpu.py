@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from kernels_pallas.grouped_matmul.xla import of_experts
+from kernels_pallas.grouped_matmul.xla import of_experts, tokens_of_block
 from kernels_pallas.quantized import bits_of
 
 F32, FP8, FP4 = jnp.float32, jnp.float8_e4m3fn, jnp.float4_e2m1fn
@@ -46,7 +46,7 @@ def unsupported(x, w, group_sizes):
 def grouped_matmul(x, w, group_sizes, interpret=None):
     """See `api.grouped_matmul`. `interpret` are parameters of JAX's interpreter of Mosaic GPU (JAX 0.12)."""
     tokens = x.shape[0]
-    size = _tokens_of_block(tokens, w.shape[0])
+    size = tokens_of_block(2 * tokens, w.shape[0], 8 if tokens < 16 else 16, MOST_TOKENS)
     group_sizes = group_sizes.astype(jnp.int32)
     ends = jnp.cumsum(group_sizes)
     values = lax.bitcast_convert_type(w.values, jnp.int4) if w.values.dtype == FP4 else w.values
@@ -176,14 +176,6 @@ def _to_float32(values, dtype):
     if dtype == FP8:
         return values.astype(jnp.float16).astype(F32)
     return values.astype(jnp.bfloat16).astype(F32) if dtype == jnp.int4 else values.astype(F32)
-
-
-def _tokens_of_block(tokens, experts):
-    """Returns a power of two: enough for twice the mean of an expert."""
-    size = 8 if tokens < 16 else 16
-    while size < MOST_TOKENS and size * experts < 2 * tokens:
-        size *= 2
-    return size
 
 
 def _inputs_of_block(inputs, group):

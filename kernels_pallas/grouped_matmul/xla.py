@@ -117,14 +117,19 @@ def _outer_by_blocks(x, dy, group_sizes):
     return lax.fori_loop(0, count, block, jnp.zeros((group_sizes.shape[0], dy.shape[1], x.shape[1]), F32))
 
 
+def tokens_of_block(tokens, experts, fewest, most):
+    """Returns the fewest, doubled until an expert's tokens fit on average, or until it is the most."""
+    size = fewest
+    while size < most and size * experts < tokens:
+        size *= 2
+    return size
+
+
 def blocks(tokens, group_sizes):
     """Blocks of tokens of one expert each: their size, their count, and for block i its expert, its first token and
     which of its tokens are the expert's.
     """
-    experts = group_sizes.shape[0]
-    size = FEWEST
-    while size < MOST and size * experts < tokens:
-        size *= 2
+    size = tokens_of_block(tokens, group_sizes.shape[0], FEWEST, MOST)
     ends = jnp.cumsum(group_sizes)
     each = (group_sizes + size - 1) // size
     after = jnp.cumsum(each)

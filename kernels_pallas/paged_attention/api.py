@@ -8,12 +8,18 @@ A cache with one entry for each token holds latents: all query heads share it, a
 section 2.1.2, with the projections of keys and values absorbed into those of queries and of the output).
 """
 
+import functools
+
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from kernels_pallas import dispatch, fixed_order
+from kernels_pallas.dispatch import differentiable
+from kernels_pallas.fixed_order import F32, exp, quotient, rounded
 from kernels_pallas.paged_attention import pallas_gpu, pallas_tpu, tpu_part, xla
 from kernels_pallas.shape_check import check_groups, shapes_checked
+from kernels_pallas.slots import read_slots, write_one_by_one, write_slots
 
 PAGED = (
     dispatch.Implementation("pallas_tpu", pallas_tpu.paged_attention, pallas_tpu.unsupported, platform="tpu"),
@@ -50,7 +56,17 @@ def write_kv(
     if kv.shape[2] != (1 if v is None else 2 * k.shape[1]):
         expected = "one entry, for latents" if v is None else f"keys and values of {k.shape[1]} heads"
         raise ValueError(f"write_kv: kv has shape {kv.shape}, expected {expected}")
-    return xla.write_kv(kv, k, v, page=page, offset=offset)
+    entries = k if v is None else lax.collapse(jnp.stack([k, v], axis=2), 1, 3)
+    entries = _narrowed(entries, kv.dtype)
+    return write_slots(kv, entries, jnp.where(page > 0, page * kv.shape[1] + offset, 0))
+
+
+def _narrowed(x, dtype):
+    """Converts x to the cache's dtype. Clips to the range of an 8-bit dtype, where larger numbers would become NaN."""
+    if dtype.itemsize == 1:
+        most = float(jnp.finfo(dtype).max)
+        x = jnp.clip(x, -most, most)
+    return x.astype(dtype)
 
 
 @shapes_checked
@@ -61,7 +77,24 @@ def copy_pages(
     target: Int[Array, " n"],
 ) -> Shaped[Array, "pages page_size kv_entries head_dim"]:
     """Copies whole pages; a pair with a 0 in it does nothing. All reads happen as if before all writes. Donate kv."""
-    return xla.copy_pages(kv, source=source, target=target) if source.size else kv
+    if not source.size:
+        return kv
+    # One call handles a layer's whole cache, which the compiler may divide over devices.
+    target = jnp.where(source > 0, target, 0)
+    read = functools.partial(read_slots, divided=True)
+
+    def if_needed(kv, source, target):
+        # Copies are rare, so this is a loop with one round or none (with `cond`, XLA:CPU would copy the cache). For a
+        # scatter of whole pages, the TPU's compiler would copy the whole cache into another layout in every step.
+        needed = (target > 0).any().astype(jnp.int32)
+        return lax.fori_loop(0, needed, lambda _, kv: write_one_by_one(kv, read(kv, source), target), kv)
+
+    def always(kv, source, target):
+        # A GPU's loops and conditionals wait for the host, and copy the cache.
+        return write_slots(kv, read(kv, source), target, divided=True)
+
+    by_platform = functools.partial(lax.platform_dependent, cuda=always, rocm=always, default=if_needed)
+    return differentiable(by_platform, always)(kv, source, target)
 
 
 @shapes_checked
@@ -146,7 +179,12 @@ def merge_attention_parts(
     out: Float[Array, "members blocks q_len q_heads head_dim"], lse: Float[Array, "members blocks q_len q_heads"]
 ) -> Float[Array, "blocks q_len q_heads head_dim"]:
     """Merges results of `paged_attention_part`, added in the order of the parts, in float32. Without a key: 0."""
-    return xla.merge_attention_parts(out, lse)
+    highest = functools.reduce(jnp.maximum, lse)
+    weights = exp(lse - jnp.where(highest == -jnp.inf, 0, highest))  # 0 where no part has a key: avoids inf - inf
+    merged, total = jnp.zeros(out.shape[1:], F32), jnp.zeros(lse.shape[1:], F32)
+    for part, weight in zip(out, weights, strict=True):
+        merged, total = merged + rounded(weight[..., None] * part), total + weight
+    return quotient(merged, jnp.where(total > 0, total, 1)[..., None])
 
 
 @shapes_checked

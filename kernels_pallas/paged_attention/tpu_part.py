@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.paged_attention import pallas_tpu
 from kernels_pallas.paged_attention.stripe import Stripe
+from kernels_pallas.paged_attention.xla import by_query
 from kernels_pallas.tpu_blocks import BF16, F32, LANES, dot
 
 SUBLANES = 16
@@ -86,11 +87,7 @@ def _attend(kv, q, positions, table, *, stripe, scale, interpret, first_key=0, w
         name="paged_attention_part",
     )(*(each.astype(jnp.int32) for each in scalars), queries, kv)
 
-    def by_query(found):
-        found = found[:, :, :count].reshape(blocks, kv_heads, -1, q_len, found.shape[-1]).transpose(0, 3, 1, 2, 4)
-        return found.reshape(blocks, q_len, q_heads, -1)
-
-    return by_query(out), by_query(lse[..., :1])[..., 0]
+    return by_query(out[:, :, :count], q_len), by_query(lse[:, :, :count, :1], q_len)[..., 0]
 
 
 def _kernel(

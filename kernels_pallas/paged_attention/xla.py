@@ -20,44 +20,11 @@ from kernels_pallas.fixed_order import (
     row_sum,
 )
 from kernels_pallas.paged_attention.stripe import Stripe
-from kernels_pallas.slots import load, put, read_slots, write_one_by_one, write_slots
+from kernels_pallas.slots import load, put, read_slots
 
 QUERIES = 128
 """Queries, and keys, per piece of `attention_sequence`; keys per piece of schedule-invariant attention, whose pieces
 begin at multiples of it, or of a longer page."""
-
-
-def write_kv(kv, k, v, *, page, offset):
-    entries = k if v is None else lax.collapse(jnp.stack([k, v], axis=2), 1, 3)
-    entries = _narrowed(entries, kv.dtype)
-    return write_slots(kv, entries, jnp.where(page > 0, page * kv.shape[1] + offset, 0))
-
-
-def _narrowed(x, dtype):
-    """Converts x to the cache's dtype. Clips to the range of an 8-bit dtype, where larger numbers would become NaN."""
-    if dtype.itemsize == 1:
-        most = float(jnp.finfo(dtype).max)
-        x = jnp.clip(x, -most, most)
-    return x.astype(dtype)
-
-
-def copy_pages(kv, *, source, target):
-    """See `api.copy_pages`. One call handles a layer's whole cache, which the compiler may divide over devices."""
-    target = jnp.where(source > 0, target, 0)
-    read = functools.partial(read_slots, divided=True)
-
-    def if_needed(kv, source, target):
-        # Copies are rare, so this is a loop with one round or none (with `cond`, XLA:CPU would copy the cache). For a
-        # scatter of whole pages, the TPU's compiler would copy the whole cache into another layout in every step.
-        needed = (target > 0).any().astype(jnp.int32)
-        return lax.fori_loop(0, needed, lambda _, kv: write_one_by_one(kv, read(kv, source), target), kv)
-
-    def always(kv, source, target):
-        # A GPU's loops and conditionals wait for the host, and copy the cache.
-        return write_slots(kv, read(kv, source), target, divided=True)
-
-    by_platform = functools.partial(lax.platform_dependent, cuda=always, rocm=always, default=if_needed)
-    return differentiable(by_platform, always)(kv, source, target)
 
 
 def paged_attention(q, kv, *, positions, page_table, block_row, scale, first_key=0, window=None):
@@ -89,17 +56,7 @@ def paged_attention_part(
     carry = _by_platform(part(_one_by_one), part(_all_at_once))(first_page, kv, *blocks)
     highest, total, _ = carry
     lse = jnp.where(total > 0, highest + log(jnp.where(total > 0, total, 1)), -jnp.inf)
-    return _by_query(_finish(carry), q.shape[1]), _by_query(lse[..., None], q.shape[1])[..., 0]
-
-
-def merge_attention_parts(out, lse):
-    """See `api.merge_attention_parts`."""
-    highest = functools.reduce(jnp.maximum, lse)
-    weights = exp(lse - jnp.where(highest == -jnp.inf, 0, highest))  # 0 where no part has a key: avoids inf - inf
-    merged, total = jnp.zeros(out.shape[1:], F32), jnp.zeros(lse.shape[1:], F32)
-    for part, weight in zip(out, weights, strict=True):
-        merged, total = merged + rounded(weight[..., None] * part), total + weight
-    return quotient(merged, jnp.where(total > 0, total, 1)[..., None])
+    return by_query(_finish(carry), q.shape[1]), by_query(lse[..., None], q.shape[1])[..., 0]
 
 
 def attention_sequence(q, k, v, *, scale, window=None):
@@ -163,7 +120,7 @@ def _whole(form, q, kv, positions, page_table, block_row, **seen):
     """Returns the attention to all pages of each row, computed in a form."""
     queries, places, tables, keys = _blocks(q, kv, positions, page_table, block_row)
     carry = form(kv, queries, places, tables, keys=keys, **seen)
-    return _by_query(_finish(carry), q.shape[1]).astype(q.dtype)
+    return by_query(_finish(carry), q.shape[1]).astype(q.dtype)
 
 
 def _all_at_once(kv, queries, places, tables, *, keys, every_page=False, **seen):
@@ -226,7 +183,7 @@ def _blocks(q, kv, positions, page_table, block_row):
     return queries.reshape(blocks, kv_heads, -1, head_dim), jnp.tile(positions, repeats), tables, pages * page_size
 
 
-def _by_query(out, q_len):
+def by_query(out, q_len):
     """Converts [blocks, kv_heads, repeats * q_len, n] to [blocks, q_len, q_heads, n]."""
     blocks, kv_heads, queries, last = out.shape
     out = out.reshape(blocks, kv_heads, -1, q_len, last).transpose(0, 3, 1, 2, 4)

@@ -19,14 +19,8 @@ F32 = jnp.float32
 BLOCK = 32
 
 
-def selective_scan_sequence(entry, *, a, d, initial_state):
-    """See `api.selective_scan_sequence`. The target platform of compilation selects the form."""
-    cpu, default = (functools.partial(_scan_sequence, form) for form in (_one_by_one, _together))
-    return lax.platform_dependent(entry, a, d, initial_state, cpu=cpu, default=default)
-
-
-def _scan_sequence(form, entry, a, d, state):
-    return scan_sequence(_block(form, a, d), entry, entry.x, state, size=BLOCK)
+def _scan_sequence(form, entry, *, a, d, initial_state):
+    return scan_sequence(_block(form, a, d), entry, entry.x, initial_state, size=BLOCK)
 
 
 def _scan_tiles(form, entry, store, tiles, *, a, d):
@@ -108,9 +102,10 @@ def _steps(run, entry, store, *, a, d):
     return (y + d.astype(F32) * x).astype(entry.x.dtype), store
 
 
-_LOOPS = row_loop.row_blocks, row_loop.all_rows
-selective_scan = row_loop.by_platform(*(functools.partial(_scan_tiles, form) for form in (_one_by_one, _together)))
-"""See `api.selective_scan`; the next one is `api.selective_update`."""
+_FORMS, _LOOPS = (_one_by_one, _together), (row_loop.row_blocks, row_loop.all_rows)
+selective_scan_sequence = row_loop.by_platform(*(functools.partial(_scan_sequence, form) for form in _FORMS))
+"""See `api.selective_scan_sequence`; the next ones are `api.selective_scan` and `api.selective_update`."""
+selective_scan = row_loop.by_platform(*(functools.partial(_scan_tiles, form) for form in _FORMS))
 selective_update = row_loop.by_platform(*(functools.partial(_update, loop) for loop in _LOOPS))
 
 

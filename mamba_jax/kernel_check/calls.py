@@ -110,10 +110,9 @@ class Call:
 
     def filled(self, arrays: Sequence[Any]) -> dict[str, Any]:
         """Returns the arguments with these in place of `arrays`."""
-        leaves, structure = jax.tree.flatten(self._parts)
         given = iter(arrays)
-        stores, others = jax.tree.unflatten(
-            structure, [next(given) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in leaves]
+        stores, others = jax.tree.map(
+            lambda leaf: next(given) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, self._parts
         )
         return stores | others
 
@@ -285,19 +284,17 @@ def _one_layer_of_each_kind(
 
     Weights are shapes.
     """
-    of_block: dict[str, dict[str, Quantized]] = {}
-    for path, weight in weights.items():
-        kind, _, rest = path.partition(".")
-        if kind == "blocks":
-            of_block.setdefault(f"blocks.{rest.partition('.')[0]}", {})[rest.partition(".")[2]] = weight
-    layers: dict[Any, int] = {}
+
+    def below(prefix: str) -> dict[str, Quantized]:
+        return {path.removeprefix(prefix): v for path, v in sorted(weights.items()) if path.startswith(prefix)}
+
+    layers: dict[Any, dict[str, Quantized]] = {}
     for index, kind in enumerate(config.pattern):
-        own = of_block.get(f"blocks.{index}", {})
-        layers.setdefault((kind, *((path, *jax.tree.leaves(own[path])) for path in sorted(own))), index)
-    pattern, kept = "", {path: weight for path, weight in weights.items() if path.startswith("shared.")}
-    for (kind, *_), index in layers.items():
+        own = below(f"blocks.{index}.")
+        layers.setdefault((kind, *((path, *jax.tree.leaves(weight)) for path, weight in own.items())), own)
+    pattern, kept = "", {f"shared.{path}": weight for path, weight in below("shared.").items()}
+    for (kind, *_), own in layers.items():
         for _ in range(2 if kind == SHARED else 1):
-            own = of_block.get(f"blocks.{index}", {})
             kept |= {f"blocks.{len(pattern)}.{path}": weight for path, weight in own.items()}
             pattern += kind
     config = dataclasses.replace(config, pattern=pattern, mtp_pattern="", vocab_size=min(config.vocab_size, 1024))

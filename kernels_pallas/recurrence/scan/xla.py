@@ -43,15 +43,14 @@ scan = by_platform(*(functools.partial(_scan, branch=branch) for branch in (True
 """See `api.recurrence_scan`. The target platform of compilation selects the blocks."""
 
 
-def sequence(entry, *, erase, skip, initial_state, chunk_size):
-    """See `api.recurrence_sequence`. On CPU, chunks are cut to `CPU_BLOCK` (see there)."""
+def _sequence(entry, *, erase, skip, initial_state, chunk_size, on_cpu):
     chunk = chunk_size or CHUNK[erase]
+    size = min(chunk, CPU_BLOCK) if on_cpu else chunk
+    return scan_sequence(_form(entry, erase, skip), entry, entry.value, initial_state, size=size)
 
-    def run(entry, skip, state, *, size):
-        return scan_sequence(_form(entry, erase, skip), entry, entry.value, state, size=size)
 
-    small, whole = (functools.partial(run, size=n) for n in (min(chunk, CPU_BLOCK), chunk))
-    return lax.platform_dependent(entry, skip, initial_state, cpu=small, default=whole)
+sequence = by_platform(*(functools.partial(_sequence, on_cpu=on_cpu) for on_cpu in (True, False)))
+"""See `api.recurrence_sequence`. On CPU, chunks are cut to `CPU_BLOCK` (see there)."""
 
 
 def _form(entry, erase, skip):
