@@ -8,6 +8,7 @@ is executed to read one: a host only fills batches of the forms that it has prog
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import os
@@ -40,18 +41,11 @@ class WireError(ValueError):
     """Malformed batch, or one without a program. The message continues "cannot follow call N: "."""
 
 
-class Sender:
-    """Turns batches into messages."""
-
-    def __init__(self) -> None:
-        self._digests: dict[Look, bytes] = {}  # one for each program
-
-    def to_bytes(self, number: int, batch: Batch) -> list[bytes | memoryview]:
-        """A call with its place in the order of all calls, in pieces that need not be copied together."""
-        look = look_of(batch)
-        digest = self._digests.get(look) or self._digests.setdefault(look, _digest(look))
-        arrays = (np.ascontiguousarray(leaf) for leaf in jax.tree.leaves(batch))
-        return [_HEADER.pack(number, digest), *(array.reshape(-1).view(np.uint8).data for array in arrays)]
+def to_bytes(number: int, batch: Batch) -> list[bytes | memoryview]:
+    """A call with its place in the order of all calls, in pieces that need not be copied together."""
+    arrays = (np.ascontiguousarray(leaf) for leaf in jax.tree.leaves(batch))
+    contents = (array.reshape(-1).view(np.uint8).data for array in arrays)
+    return [_HEADER.pack(number, _digest(look_of(batch))), *contents]
 
 
 class Receiver:
@@ -61,7 +55,7 @@ class Receiver:
         self._forms: dict[bytes, Any] = {_digest(look_of(batch)): jax.tree.flatten(batch) for batch in batches}
 
     def from_bytes(self, message: bytes) -> tuple[int, Batch]:
-        """Returns the number and the batch of a message of `Sender.to_bytes`.
+        """Returns the number and the batch of a message of `to_bytes`.
 
         Raises:
             WireError: it is malformed, or of no known form.
@@ -83,6 +77,7 @@ class Receiver:
         return number, jax.tree.unflatten(structure, arrays)
 
 
+@functools.cache  # one for each program
 def _digest(look: Look) -> bytes:
     return hashlib.sha256(repr(look).encode()).digest()[:16]
 
@@ -157,7 +152,7 @@ class Leader:
     `digest`: of the weights that this host has loaded; those of all hosts must be equal."""
 
     def __init__(self, loop: StepLoop, group: HostGroup, digest: str) -> None:
-        self._group, self._digest, self._number, self._sender = group, digest, 0, Sender()
+        self._group, self._digest, self._number = group, digest, 0
         loop.followers = self
 
     def wait_until_ready(self) -> None:
@@ -173,7 +168,7 @@ class Leader:
 
     def call(self, batch: Batch) -> None:
         """The next call for all followers; the loop dispatches it right after."""
-        self._group.tell(Kind.CALL, *self._sender.to_bytes(self._number, batch))
+        self._group.tell(Kind.CALL, *to_bytes(self._number, batch))
         self._number += 1
 
     def step_failed(self, error: BaseException) -> NoReturn:

@@ -7,7 +7,7 @@ import pytest
 from serving.config import ConfigError, EngineConfig
 from serving.core.errors import RequestError
 from serving.engine.control import Control
-from serving.hosts.host import Leader, Sender, facts_of, follow
+from serving.hosts.host import Leader, facts_of, follow, to_bytes
 from serving.hosts.settings import HostSettings
 from tests.serving.hosts.test_wire import VOCAB, builder
 
@@ -49,8 +49,8 @@ def follower_of(messages):
 
 
 def calls(count, start=0, **changes):
-    batches, sender = list(builder(**changes).warm_up_batches(VOCAB))[:count], Sender()
-    return [b"".join(sender.to_bytes(start + i, batch)) for i, batch in enumerate(batches)]
+    batches = list(builder(**changes).warm_up_batches(VOCAB))[:count]
+    return [b"".join(to_bytes(start + i, batch)) for i, batch in enumerate(batches)]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from mamba_jax.program_cache import look_of
 from serving.core.config import SchedulerConfig
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.steps.batching import BatchBuilder
-from serving.hosts.host import Receiver, Sender, WireError
+from serving.hosts.host import Receiver, WireError, to_bytes
 
 VOCAB = 100
 
@@ -27,7 +27,7 @@ RECEIVER = Receiver(builder().warm_up_batches(VOCAB))
 
 
 def whole(batch, number=0):
-    return b"".join(Sender().to_bytes(number, batch))
+    return b"".join(to_bytes(number, batch))
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_speculative_tokens": 3}, {"replay_interval": 8}, {"num_pages": 0}])
