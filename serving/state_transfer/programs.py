@@ -208,11 +208,9 @@ class PointPrograms:
         unit: int,
         layers: int,
         reading: bool,
-        state: dict[str, jax.ShapeDtypeStruct],
         sizes: Sequence[int] = SIZES,
     ) -> None:
-        """Compile all that one role needs; nothing is run. `state` are the arrays of a state as they come, `sizes` the
-        pieces that there will be, in units."""
+        """Compile all that one role needs; nothing is run. `sizes` are the pieces that there will be, in units."""
         zero, place = np.int32(0), whole(store)
 
         def there(spec: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -229,7 +227,8 @@ class PointPrograms:
         if reading:
             self._find(_read_state, (store, zero))
         else:
-            self._find(_write_state, (store, {name: there(spec) for name, spec in state.items()}, zero, zero))
+            state = {name: there(spec) for name, spec in state_spec(store, self.arrangement).items()}
+            self._find(_write_state, (store, state, zero, zero))
 
     def _run(self, run: Callable[..., Any], arguments: tuple[Any, ...], *fixed: int) -> Any:
         compile = partial(self._compile, run, arguments, *fixed)

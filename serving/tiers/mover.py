@@ -99,15 +99,14 @@ class Mover(StateSource):
         self._jobs: set[Future[Any]] = set()
         if disk is not None:
             disk.join()
-            self._sync_external()
+            self.exchange()
 
     def warm_up(self, store: Store) -> None:
         layout = self.layout
         for reading in (True, False):
             self.programs.warm_up(
-                store, unit=layout.page_size, layers=layout.layers, reading=reading, state=dict(layout.state),
-                sizes=(layout.pages_per_block,),
-            )  # fmt: skip
+                store, unit=layout.page_size, layers=layout.layers, reading=reading, sizes=(layout.pages_per_block,)
+            )
 
     def copy_out(self, store: Store | None) -> None:
         self._remove_gone()
@@ -119,9 +118,12 @@ class Mover(StateSource):
             else:
                 self._copy_unit(store, planned)
 
-    def exchange(self, loop: Loop) -> None:
+    def exchange(self, loop: Loop | None = None) -> None:
         """Applies what other processes have changed on the disk, and removes parts that no tier holds any more."""
-        self._sync_external()
+        changes = self.disk.changes() if self.disk is not None and not self.tiers.weights_replaced else None
+        if changes:
+            self.tiers.sync_external(changes.gone, changes.new.values(), changes.used)
+        self._remove_gone()
 
     def close(self, loop: Loop | None = None, *, seconds: float = 60.0) -> None:
         """Ends all threads. If there is a disk, the states on the device of `loop`, which has stopped, go there first.
@@ -141,12 +143,6 @@ class Mover(StateSource):
         self._remove_gone()
         if self.disk is not None:
             self.disk.leave()
-
-    def _sync_external(self) -> None:
-        changes = self.disk.changes() if self.disk is not None and not self.tiers.weights_replaced else None
-        if changes:
-            self.tiers.sync_external(changes.gone, changes.new.values(), changes.used)
-        self._remove_gone()
 
     def _save(self, loop: Loop | None, disk: Disk, until: float) -> None:
         """Writes what the device of a stopped loop holds to disk: the most valuable first, until time runs out. The
@@ -168,11 +164,8 @@ class Mover(StateSource):
 
     def settle(self, seconds: float = 60.0) -> None:
         """Wait until everything that has left the device is where it is going: for the end, and for tests."""
-        until = time.monotonic() + seconds
-        while jobs := {job for job in self._jobs if not job.done()}:
-            if time.monotonic() > until:
-                return
-            wait(jobs, timeout=max(0.0, until - time.monotonic()))
+        if wait(self._jobs, timeout=max(0.0, seconds)).not_done:
+            return
         self._jobs.clear()
         self._inbox.take_all()
         self._remove_gone()

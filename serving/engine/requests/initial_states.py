@@ -72,9 +72,7 @@ class InitialStates:
 
     def warm_up(self, store: Store) -> None:
         """Compiles the program that writes a state. A store cannot be lost by an error of the compiler then."""
-        programs = self._programs_of(store)
-        spec = state_spec(store, programs.arrangement)
-        programs.warm_up(store, unit=1, layers=0, reading=False, state=spec, sizes=())
+        self._programs_of(store).warm_up(store, unit=1, layers=0, reading=False, sizes=())
 
     def _written(self, store: Store, slot: int, held: _Arrays) -> Store:
         programs = self._programs_of(store)

@@ -42,9 +42,7 @@ def prepare(worker: Worker, *directions: bool) -> None:
     # Decode workers may or may not request the keys and values of draft layers.
     for reading in directions:
         for count in {layers + worker.manifest.draft_layers, layers if reading else len(store.kv)}:
-            worker.programs.warm_up(
-                store, unit=max(1, store.page_size), layers=count, reading=reading, state=worker.state
-            )
+            worker.programs.warm_up(store, unit=max(1, store.page_size), layers=count, reading=reading)
 
 
 def role_of(

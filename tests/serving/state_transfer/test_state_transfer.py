@@ -93,7 +93,7 @@ def test_a_point_arrives_whole_and_nothing_else_changes(there, here):
 
 def test_the_store_is_written_in_place():
     programs, store = PointPrograms(ONE), filled(4)
-    programs.warm_up(store, unit=4, layers=len(store.kv), reading=False, state=state_spec(store, ONE))
+    programs.warm_up(store, unit=4, layers=len(store.kv), reading=False)
     assert len(programs.cache) == 1 + len(SIZES)
     for name, compiled in programs.cache:
         memory = compiled.memory_analysis()
