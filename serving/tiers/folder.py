@@ -98,7 +98,7 @@ class Folder:
         plain = {key: np.ascontiguousarray(array) for key, array in arrays.items()}
         note |= {f"dtype {key}": str(array.dtype) for key, array in plain.items()}
         raw = {key: _raw(array) for key, array in plain.items()}
-        note["header checksum"] = str(_header_checksum(note))
+        note["header checksum"] = str(_checksum(note, {}))
         note["checksum"] = str(_checksum(note, raw))
         data = save(raw, note)
         self._count += 1
@@ -184,19 +184,14 @@ def _raw(array: np.ndarray) -> np.ndarray:
 
 
 def _checksum(note: Mapping[str, str], arrays: Mapping[str, np.ndarray]) -> int:
+    """Of what the header notes, without checksums of as much or more, and of arrays. The header has one of its own:
+    routers are told of a file by its header alone, before its arrays are read."""
     found = zlib.crc32(json.dumps(sorted(note.items())).encode())
     for key in sorted(arrays):
         array = arrays[key]
         found = zlib.crc32(f"{key}{array.shape}{array.dtype}".encode(), found)
         found = zlib.crc32(array.reshape(-1).view(np.uint8).data, found)
     return found
-
-
-def _header_checksum(note: Mapping[str, str]) -> int:
-    """Of what the header notes, without the checksums. Routers are told of a file by its header alone, before its
-    arrays are read."""
-    noted = sorted(item for item in note.items() if item[0] not in ("checksum", "header checksum"))
-    return zlib.crc32(json.dumps(noted).encode())
 
 
 def unit_of(path: Path, name: Name, block: int) -> Unit | None:
@@ -207,7 +202,8 @@ def unit_of(path: Path, name: Name, block: int) -> Unit | None:
     try:
         if size != max(entry.end for entry in entries.values()) or note["name"] != name.hex():
             raise ValueError("cut short, or another part's")
-        if note.pop("header checksum") != str(_header_checksum(note)):
+        note.pop("checksum", None)
+        if note.pop("header checksum") != str(_checksum(note, {})):
             raise ValueError("the header is not what was written")
         if "links" not in note:
             return None

@@ -50,9 +50,6 @@ class Memory:
         self._parts: dict[Name, Part] = {}
         self._promises: dict[Name, Part] = {}
 
-    def __len__(self) -> int:
-        return len(self._parts)
-
     def write(self, unit: Unit, change: Change, parts: Mapping[Name, Part], done: Callable[[str], Any]) -> Part:
         """Stores a unit that was added to the tier by `change`, and removes what went for it. Returns the job.
 

@@ -174,6 +174,6 @@ def test_what_memory_has_dropped_meanwhile_is_not_waited_for(movers):
     unit = depart(mover, mover.tiers.host, full)
     mover.tiers.lost(TierHit(mover.tiers.host, unit))
     mover.settle()
-    assert not len(mover.memory)
+    assert not mover.memory._parts
     loop = Loop(empty).fetch(mover, mover.tiers.host, unit)
     assert (loop.done, len(loop.failed)) == ([], 1)

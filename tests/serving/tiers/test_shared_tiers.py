@@ -173,7 +173,7 @@ def test_a_part_is_promised_as_soon_as_the_books_have_it(start):
     tier.drop(second)
     with pytest.raises(KeyError):
         broken.result(timeout=0)
-    assert len(memory) == 1
+    assert len(memory._parts) == 1
 
 
 @pytest.mark.parametrize("flags", [HOST, DISK])
