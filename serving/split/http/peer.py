@@ -20,6 +20,7 @@ from serving.split.wire import Manifest, ManifestMismatch, Message, Offer, Split
 log = logging.getLogger(__name__)
 
 KEY_VARIABLE = "MAMBA_JAX_API_KEY"
+JSON = {"content-type": "application/json"}  # headers of every client of workers, whose requests with a body are JSON
 _LONGEST = 1 << 20  # maximum size of a response in bytes
 _BRIEF = 5.0  # timeout in seconds of requests without a caller that waits for the response
 _MOST_NAMES = 4096
@@ -94,7 +95,7 @@ class HttpPeer:
             SplitError: the worker is unreachable.
         """
         try:
-            client = httpx.AsyncClient(base_url=url, timeout=timeout, headers=headers(keys))
+            client = httpx.AsyncClient(base_url=url, timeout=timeout, headers=headers(keys) | JSON)
         except httpx.InvalidURL as error:
             raise SplitError(f"prefill worker {url[:200]} is unreachable: {error}") from None
         peer = cls(url, ours, client, seal or Seal())
@@ -157,8 +158,7 @@ class HttpPeer:
     async def _post(self, path: str, message: BaseModel, seconds: float) -> tuple[int, bytes]:
         """Returns the status and the content of the response."""
         body, content = message.model_dump_json().encode(), bytearray()
-        own = {"content-type": "application/json"}
-        stream = self._client.stream("POST", path, content=body, headers=own, auth=self._auth)
+        stream = self._client.stream("POST", path, content=body, auth=self._auth)
         try:
             async with asyncio.timeout(seconds), stream as answer:
                 async for piece in answer.aiter_bytes():

@@ -8,13 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import httpx
 from fastapi import FastAPI, Request
-from prometheus_client.core import Metric
 from starlette.responses import JSONResponse, Response
 
 from serving.api.http import errors
@@ -27,10 +26,11 @@ from serving.api.http.errors import OVERFLOW, ApiError
 from serving.api.http.limits import Limits
 from serving.api.http.protocol.common import TextRequest
 from serving.api.http.protocol.messages import Conversation
-from serving.api.metrics import Families, Labels, Metrics
+from serving.api.metrics import Metrics
+from serving.split.http.peer import JSON
 from serving.split.router.event_followers import EventFollowers
-from serving.split.router.placement import ClientRequest, PlacementStats
-from serving.split.router.relay import Relay, RelayStats
+from serving.split.router.placement import ClientRequest
+from serving.split.router.relay import Relay
 from serving.split.router.workers import Fleet
 from serving.split.settings import RouterSettings
 
@@ -45,12 +45,12 @@ def create_router(settings: RouterSettings) -> FastAPI:
     # Every wait for a worker has its own deadline: see `Remote.attended`.
     timeout = httpx.Timeout(None, connect=settings.connect_timeout)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-    client = httpx.AsyncClient(timeout=timeout, limits=limits)
+    client = httpx.AsyncClient(timeout=timeout, limits=limits, headers=JSON)
     fleet = Fleet(settings, client)
     following = EventFollowers(fleet) if settings.routing == "events" else None
     relay = Relay(fleet, following)
     metrics = Metrics("router")
-    metrics.registry.register(RelayCollector(relay))
+    metrics.registry.register(relay)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -158,27 +158,3 @@ def _headers(request: Request) -> dict[str, str]:
         names = ", ".join((*_KEYS, *_TRACING))
         raise ApiError(431, f"the headers {names} together are larger than {_MAX_FORWARDED_BYTES:,} bytes")
     return forwarded
-
-
-class RelayCollector:
-    """A collector for a Prometheus registry: metrics in addition to those of the HTTP server."""
-
-    def __init__(self, relay: Relay) -> None:
-        self._relay = relay
-
-    def collect(self) -> Iterator[Metric]:
-        """Yields the metrics; the registry calls this."""
-        placement = self._relay.placement
-        families, following = Families(), placement.following
-        families.exported(RelayStats, asdict(self._relay.stats))
-        families.exported(PlacementStats, asdict(placement.stats))
-        reported = following.states() if following is not None else {}
-        for worker in (*self._relay.fleet.prefill, *self._relay.fleet.decode):
-            labels: Labels = (("role", worker.role), ("url", worker.url))
-            families.gauge("worker_up", "Whether a worker answers.", {labels: worker.up})
-            families.gauge("worker_load", "Running requests of a worker.", {labels: worker.load})
-            families.count("worker_failures", "Times that a worker did not answer.", {labels: worker.failures})
-            if following is not None:
-                text = "States that a worker reports; no value for a worker without an event stream."
-                families.gauge("worker_states", text, {labels: reported[worker.url]} if worker.url in reported else {})
-        yield from families.metrics()

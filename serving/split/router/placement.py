@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import httpx
@@ -73,13 +74,19 @@ class ClientRequest:
         """Whether the response is streamed."""
         return bool(self.body.get("stream"))
 
-    @property
+    @cached_property
     def text(self) -> str:
         """Text for choosing workers: prompts with the same beginning have texts with the same beginning."""
         names, body = TEXT_APIS[self.kind].prompt_fields, self.body
         fields: Any = [body[name] for name in names if body.get(name) is not None]
         fields = fields[0] if len(fields) == 1 else fields
         return fields if isinstance(fields, str) else json.dumps(fields)
+
+    @property
+    def estimated_tokens(self) -> int:
+        """An estimate of the prompt's number of tokens."""
+        prompt = self.body.get("prompt")
+        return len(prompt) if isinstance(prompt, list) else len(self.text) // 4
 
 
 class Placement:
@@ -94,10 +101,10 @@ class Placement:
         following = self.following
         numbers = [sum(worker.up for worker in workers) for workers in (self.fleet.prefill, self.fleet.decode)]
         if following is None or not following.knows_any or max(numbers) < 2:
-            return PromptMatch(tokens=_guess(asked.body))
+            return PromptMatch(tokens=asked.estimated_tokens)
         prompt = await self._tokenize(asked)
         if prompt is None:
-            return PromptMatch(untold=True, tokens=_guess(asked.body))
+            return PromptMatch(untold=True, tokens=asked.estimated_tokens)
         return PromptMatch(following.find(prompt.tokens, prompt.salt, prompt.adapter), len(prompt.tokens), prompt)
 
     def choose(
@@ -172,13 +179,12 @@ class Placement:
             return None
         worker = min(able, key=lambda each: each.load)
         message = asked.message(kind=asked.kind)
-        headers = {**asked.headers, "content-type": "application/json"}
         begin, answer = time.monotonic(), bytearray()
         try:
             async with (
                 asyncio.timeout(_PATIENCE),
                 fleet.client.stream(
-                    "POST", worker.url + _PATH, content=message, headers=headers, auth=fleet.auth
+                    "POST", worker.url + _PATH, content=message, headers=asked.headers, auth=fleet.auth
                 ) as response,
             ):
                 async for piece in response.aiter_bytes():
@@ -205,15 +211,6 @@ class PromptMatch:
         """Returns the number of tokens that a worker would compute."""
         state = self.states.get(worker)
         return self.tokens - (state.position if state is not None else 0)
-
-
-def _guess(body: Mapping[str, Any]) -> int:
-    """Estimates of a prompt's number of tokens."""
-    prompt_field = body.get("prompt")
-    if isinstance(prompt_field, list):
-        return len(prompt_field)
-    texts = [body.get(name) for name in ("prompt", "messages", "system", "instructions", "input")]
-    return sum(len(text if isinstance(text, str) else json.dumps(text)) for text in texts if text) // 4
 
 
 def _rank(state: Resumable | None) -> int:

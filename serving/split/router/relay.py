@@ -12,19 +12,21 @@ import json
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import httpx
+from prometheus_client.core import Metric
 from pydantic import BaseModel, ValidationError
 
 from checkpoints.errors import one_line
 from serving.api.http.errors import ApiError
+from serving.api.metrics import Families, Labels
 from serving.core.stats import exported
 from serving.split.http.peer import error_of
 from serving.split.router.event_followers import EventFollowers
-from serving.split.router.placement import ClientRequest, Placement, PromptMatch
+from serving.split.router.placement import ClientRequest, Placement, PlacementStats, PromptMatch
 from serving.split.router.workers import Fleet, Remote, choose, local_failure
 from serving.split.wire import ShareRequest, Ticket
 
@@ -162,7 +164,7 @@ class Relay:
             try:
                 async with self._attended(worker, until):
                     answer = await self.fleet.client.request(
-                        method, worker.url + path, content=asked.content, headers=_as_json(asked.headers)
+                        method, worker.url + path, content=asked.content, headers=asked.headers
                     )
                 if answer.status_code not in _BUSY:
                     return answer
@@ -170,6 +172,22 @@ class Relay:
                 self.fleet.lost_request(worker, str(error))
                 lost.append(worker)
         raise _no_worker("decode", self.fleet.decode, lost)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields metrics in addition to those of the HTTP server: this is a collector for a Prometheus registry."""
+        families, following = Families(), self.placement.following
+        families.exported(RelayStats, asdict(self.stats))
+        families.exported(PlacementStats, asdict(self.placement.stats))
+        reported = following.states() if following is not None else {}
+        for worker in (*self.fleet.prefill, *self.fleet.decode):
+            labels: Labels = (("role", worker.role), ("url", worker.url))
+            families.gauge("worker_up", "Whether a worker answers.", {labels: worker.up})
+            families.gauge("worker_load", "Running requests of a worker.", {labels: worker.load})
+            families.count("worker_failures", "Times that a worker did not answer.", {labels: worker.failures})
+            if following is not None:
+                text = "States that a worker reports; no value for a worker without an event stream."
+                families.gauge("worker_states", text, {labels: reported[worker.url]} if worker.url in reported else {})
+        yield from families.metrics()
 
     async def _prefill(
         self, asked: ClientRequest, key: bytes, match: PromptMatch, decode: Remote, until: float
@@ -251,7 +269,7 @@ class Relay:
         async with AsyncExitStack() as stack:
             stack.enter_context(worker.busy())
             request = self.fleet.client.build_request(
-                "POST", f"{worker.url}/v1/{asked.kind}", content=asked.content, headers=_as_json(asked.headers)
+                "POST", f"{worker.url}/v1/{asked.kind}", content=asked.content, headers=asked.headers
             )
             with worker.computing(tokens, math.inf if asked.stream else _COMPUTED):
                 async with self._attended(worker, until):
@@ -321,7 +339,7 @@ class Relay:
 
     async def _send(self, url: str, name: str, message: bytes, headers: dict[str, str]) -> httpx.Response:
         client, auth = self.fleet.client, self.fleet.auth
-        return await client.post(f"{url}/split/{name}", content=message, headers=_as_json(headers), auth=auth)
+        return await client.post(f"{url}/split/{name}", content=message, headers=headers, auth=auth)
 
     async def _release(self, ticket: Ticket) -> None:
         message = json.dumps({"id": ticket.id, "wanted": False}).encode()
@@ -330,10 +348,6 @@ class Relay:
             await asyncio.wait_for(self._send(ticket.worker, "release", message, self.fleet.headers), _RELEASE)
         except (TimeoutError, httpx.HTTPError) as error:
             log.debug("could not release a state, its lease will expire: %s", error)
-
-
-def _as_json(headers: dict[str, str]) -> dict[str, str]:
-    return headers | {"content-type": "application/json"}
 
 
 def _no_worker(role: str, workers: list[Remote], lost: list[Remote]) -> ApiError:

@@ -9,7 +9,6 @@ import httpx
 import pytest
 
 from serving.core.tiers.journal import Journal, Resumable
-from serving.split.router.app import RelayCollector
 from serving.split.router.placement import ClientRequest, Placement, PromptMatch
 from serving.split.router.relay import Relay, RelayStats
 from serving.split.router.workers import choose
@@ -113,7 +112,7 @@ def test_what_is_saved_is_counted_against_the_choice_by_text():
     place.choose(place.fleet.decode, key, found(place, a=(8, "host")))
     assert place.stats.saved_tokens == 13
     relay = SimpleNamespace(placement=place, stats=RelayStats(), fleet=place.fleet)
-    lines = {sample.name: sample.value for each in RelayCollector(relay).collect() for sample in each.samples}
+    lines = {sample.name: sample.value for each in Relay.collect(relay) for sample in each.samples}
     assert lines["mamba_jax_router_saved_tokens_total"] == 13
 
 
