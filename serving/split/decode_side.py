@@ -21,10 +21,10 @@ from serving.core.cache.content import Scope
 from serving.core.requests.request import RemoteLoad, RemoteState
 from serving.engine.requests.adapters import AdapterNames
 from serving.split.prefill_side import Peer, TooMany
+from serving.split.settings import SplitSettings
 from serving.split.transports import TransportError
 from serving.split.wire import (
     AdapterMismatch,
-    FailurePolicy,
     ManifestMismatch,
     Offer,
     SplitError,
@@ -74,28 +74,21 @@ class DecodeSide(StateSource):
 
     Args:
         worker: the engine, its manifest and its transports.
-        policy: recompute or fail a request whose state does not arrive.
+        settings: the policy for a request whose state does not arrive, and the limits of fetches. One state in
+            transfer is always allowed.
         executor: runs fetches; None: the engine's thread runs them.
-        timeout: maximum seconds of a fetch.
-        max_arriving_bytes: maximum bytes of states in transfer. One state is always allowed.
     """
 
     def __init__(
-        self,
-        worker: Worker,
-        *,
-        policy: FailurePolicy = "recompute",
-        executor: Executor | None = None,
-        timeout: float = 30.0,
-        max_arriving_bytes: int = 1 << 30,
+        self, worker: Worker, settings: SplitSettings | None = None, *, executor: Executor | None = None
     ) -> None:
-        self.worker, self.policy, self.timeout = worker, policy, timeout
+        self.worker, self.settings = worker, settings or SplitSettings.create()
         self.stats = DecodeStats()
         self._executor, table = executor, worker.engine.adapters
         self._adapters = AdapterNames() if table is None else table.names
         self._fetching = 0  # fetches whose results the engine's thread has not taken
         self._unresponsive: dict[Peer, float] = {}
-        self._max_arriving, self._arriving = max_arriving_bytes, 0
+        self._arriving = 0  # bytes of states in transfer
         self._room = threading.Condition()
         """Guards `_arriving`, which both the fetching threads and the engine's thread change."""
         self._expected: dict[tuple[Scope | None, tuple[int, ...]], list[tuple[float, RemoteState]]] = {}
@@ -120,7 +113,7 @@ class DecodeSide(StateSource):
 
     def worth_fetching(self, ticket: Ticket) -> bool:
         """Returns whether fetching a shared state is expected to be faster than computing its tokens here."""
-        worker, scheduler = self.worker, self.worker.scheduler
+        worker, scheduler = self.worker, self.worker.loop.scheduler
         if scheduler.cache.weights:
             return False
         here, _ = scheduler.reusable(ticket.prompt_token_ids, ticket.salt, ticket.adapter, {})
@@ -173,7 +166,7 @@ class DecodeSide(StateSource):
 
     def renew(self) -> None:
         """Renews the leases of the states that requests still wait for. Call this several times per lease."""
-        now, scheduler = time.monotonic(), self.worker.scheduler
+        now, scheduler = time.monotonic(), self.worker.loop.scheduler
         waiting = [remote for each in self._expected.values() for until, remote in each if until > now]
         remotes = (request.transfer.remote for request in (*scheduler.queues.waiting, *scheduler.queues.running))
         waiting += [remote for remote in remotes if remote is not None]
@@ -213,7 +206,7 @@ class DecodeSide(StateSource):
 
     def _fetch(self, loop: Loop, load: RemoteLoad, begin: float) -> None:
         source: RemoteTicket = load.remote.handle
-        until = min(source.until, begin + self.timeout)
+        until = min(source.until, begin + self.settings.fetch_timeout)
         fetched, arrival = False, Arrival(load)
         try:
             if time.monotonic() < self._unresponsive.get(source.peer, 0.0):
@@ -244,7 +237,7 @@ class DecodeSide(StateSource):
         """Waits until `size` more bytes may arrive. Returns `size`."""
         with self._room:
             if not self._room.wait_for(
-                lambda: not self._arriving or self._arriving + size <= self._max_arriving,
+                lambda: not self._arriving or self._arriving + size <= self.settings.max_transfer_bytes,
                 max(0.0, until - time.monotonic()),
             ):
                 raise SplitError(f"receive buffer full ({self._arriving:,} bytes in transfer, {size:,} requested)")
@@ -302,7 +295,7 @@ class DecodeSide(StateSource):
         if arrival.state is None:
             self.stats.failed += 1
             request = load.request
-            if self.policy == "fail" and not load.remote.handle.ticket.shared:
+            if self.settings.on_failure == "fail" and not load.remote.handle.ticket.shared:
                 self.worker.engine.fail(request.request_id, f"the prompt's state could not be fetched: {arrival.error}")
             else:
                 log.warning("request %s computes its prompt on this worker: %s", request.request_id, arrival.error)

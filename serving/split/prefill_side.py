@@ -12,14 +12,14 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 from serving.core.planning.plan import StepPlan
 from serving.core.planning.state import StateLease
 from serving.engine.requests.sampling_params import SamplingParams
+from serving.split.settings import SplitSettings
 from serving.split.wire import Handoff, Manifest, Offer, ShareRequest, SplitError, StateRequest, Ticket
 from serving.split.worker import Worker, checksums, point_specs, shapes_of
 from serving.state_transfer.programs import common_unit, num_bytes
@@ -75,31 +75,17 @@ class PrefillSide(StateSource):
 
     Args:
         worker: the engine, its manifest and its transports.
-        lease: seconds to keep a state after its last renewal.
-        max_lease: maximum seconds to keep a state, with renewals.
-        max_kept: maximum number of states at a time.
-        max_copied_bytes: maximum bytes of copies that wait to be fetched. One copy is always allowed.
-        computes: also compute prompts for others; otherwise only share cached states (`share`).
+        settings: leases and limits; one copy that waits to be fetched is always allowed. With the role `decode`, the
+            side computes no prompts for others, and only shares cached states (`share`).
         url: where other workers reach this one, for tickets.
     """
 
-    def __init__(
-        self,
-        worker: Worker,
-        *,
-        lease: float = 30.0,
-        max_lease: float = 600.0,
-        max_kept: int = 64,
-        max_copied_bytes: int = 1 << 30,
-        computes: bool = True,
-        url: str = "",
-    ) -> None:
-        self.worker, self.lease, self.max_lease, self.url = worker, lease, max_lease, url
-        self.max_kept, self.max_copied_bytes = max_kept, max_copied_bytes
+    def __init__(self, worker: Worker, settings: SplitSettings | None = None, url: str = "") -> None:
+        self.worker, self.settings, self.url = worker, settings or SplitSettings.create(), url
         self.stats = PrefillStats()
         self._clock = time.monotonic
         self._kept: dict[str, Export] = {}
-        if computes:
+        if self.settings.role != "decode":
             worker.loop.sources.append(self)
 
     # -- called by the engine's loop --
@@ -140,10 +126,11 @@ class PrefillSide(StateSource):
         """
         self.sweep()
         own = 0 if client is None else sum(each.client == client for each in self._kept.values())
-        if own >= self.max_kept - len(self._kept):
+        if own >= self.settings.max_kept - len(self._kept):
             raise TooMany(f"transfer limit reached: {len(self._kept)} states pending (--max-kept)")
         now = self._clock()
-        export = Export(id or secrets.token_hex(16), now + self.lease, now + self.max_lease, client=client)
+        ends = now + self.settings.lease, now + self.settings.max_lease
+        export = Export(id or secrets.token_hex(16), *ends, client=client)
         self._kept[export.id] = export
         self.stats.begun += 1
         return export
@@ -155,7 +142,7 @@ class PrefillSide(StateSource):
             TooMany: `max_kept` states are registered.
             SplitError: there is no state of the required depth, or the weights were replaced.
         """
-        scheduler = self.worker.scheduler
+        scheduler = self.worker.loop.scheduler
         if scheduler.cache.weights:
             raise SplitError("the weights have been replaced")
         export = self.begin()
@@ -166,15 +153,12 @@ class PrefillSide(StateSource):
             self.release(export.id, wanted=False)
             raise SplitError("no cached state for this prefix")
         export.salt, export.adapter = wanted.salt, wanted.adapter
-        ticket = self.ticket(export, wanted.tokens, "full", cached_tokens=hold.position)
-        return ticket.model_copy(update={"position": hold.position, "shared": True})
+        ticket = self.ticket(export, wanted.tokens, "full", cached_tokens=hold.position, shared=True)
+        return ticket.model_copy(update={"position": hold.position})
 
-    def ticket(
-        self, export: Export | None, prompt: Sequence[int], handoff: Handoff, *,
-        cached_tokens: int = 0, written_tokens: Mapping[float | None, int] = MappingProxyType({}),
-        adapter_name: str | None = None,
-    ) -> Ticket:  # fmt: skip
-        """Returns the ticket for the decode side; without a state (`export`), there is nothing to fetch."""
+    def ticket(self, export: Export | None, prompt: Sequence[int], handoff: Handoff, **fields: Any) -> Ticket:
+        """Returns the ticket for the decode side, with further `fields`. Without a state (`export`), there is nothing
+        to fetch."""
         export = export or Export("", 0.0, 0.0)
         return Ticket(
             id=export.id,
@@ -182,13 +166,11 @@ class PrefillSide(StateSource):
             handoff=handoff,
             prompt_token_ids=list(prompt),
             position=len(fed_tokens(prompt, handoff)),
-            cached_tokens=cached_tokens,
-            written_tokens=[*written_tokens.items()],
-            lease=self.lease,
+            lease=self.settings.lease,
             manifest=self.worker.manifest.digest,
             salt=export.salt,
             adapter=export.adapter,
-            adapter_name=adapter_name,
+            **fields,
         )
 
     def renew(self, ids: Sequence[str]) -> None:
@@ -218,7 +200,7 @@ class PrefillSide(StateSource):
         if want.manifest != worker.manifest.digest:
             raise SplitError("the worker was restarted with different settings")
         store, hold = worker.loop.store, export.hold
-        if store is None or not worker.scheduler.hold_is_valid(hold):
+        if store is None or not worker.loop.scheduler.hold_is_valid(hold):
             self.stats.lost += 1
             self.release(want.id, wanted=False)
             raise SplitError(f"state {want.id} was lost with the store")
@@ -228,7 +210,7 @@ class PrefillSide(StateSource):
             raise SplitError(f"{want.layers} layers of keys and values requested, only {len(store.kv)} stored")
         specs, cut = point_specs(worker, want, hold.position, worker.manifest.ssm_dtype)
         size = num_bytes(specs)
-        if self.stats.copied_bytes and self.stats.copied_bytes + size > self.max_copied_bytes:
+        if self.stats.copied_bytes and self.stats.copied_bytes + size > self.settings.max_transfer_bytes:
             self._extend_lease(export)
             raise TooMany(f"transfer buffer full ({self.stats.copied_bytes:,} bytes pending, {size:,} requested)")
         state = worker.programs.read_state(store, hold.slot)
@@ -268,7 +250,7 @@ class PrefillSide(StateSource):
         for export in late:
             del self._kept[export.id]
             self.stats.expired += 1
-            log.warning("dropped state %s: not fetched within %g s", export.id, self.lease)
+            log.warning("dropped state %s: not fetched within %g s", export.id, self.settings.lease)
             self._drop(export)
         return len(late)
 
@@ -278,7 +260,7 @@ class PrefillSide(StateSource):
         return len(self._kept)
 
     def _extend_lease(self, export: Export) -> None:
-        export.deadline = min(self._clock() + self.lease, export.last_deadline)
+        export.deadline = min(self._clock() + self.settings.lease, export.last_deadline)
 
     def _drop(self, export: Export, *, taken: bool = False) -> None:
         self._release_hold(export)
@@ -291,7 +273,7 @@ class PrefillSide(StateSource):
 
     def _release_hold(self, export: Export) -> None:
         if export.hold is not None:
-            self.worker.scheduler.release_hold(export.hold)
+            self.worker.loop.scheduler.release_hold(export.hold)
             self.stats.held -= 1
             export.hold = None
 

@@ -10,9 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mamba_jax.config import Role
 from mamba_jax.version import version
-from serving.core.scheduler import Scheduler
 from serving.engine.assembly.build import AssembledEngine
 from serving.engine.assembly.design import row_rounding
 from serving.split.transports import Transport
@@ -43,11 +41,8 @@ class Worker:
         if store.kv:
             self.kv = jax.ShapeDtypeStruct(arrangement.kv_shape, store.kv[0].dtype)
         self.state = state = state_spec(store, arrangement)  # the transferred arrays of a state
-        declared, layers = arrangement.shape.arrays, config.num_attention_uses
-        accumulated = [
-            str(spec.dtype) for name, spec in state.items()
-            if name in declared and declared[name].role is Role.ACCUMULATED
-        ]  # fmt: skip
+        layers = config.num_attention_uses
+        accumulated = [str(state[name].dtype) for name in arrangement.shape.accumulated]
         rounding = row_rounding(built.config)
         self.manifest = Manifest(
             protocol=PROTOCOL,
@@ -67,11 +62,6 @@ class Worker:
             versions={"mamba-jax": version(), "jax": jax.__version__},
             transports={name: transport.address for name, transport in transports.items()},
         )
-
-    @property
-    def scheduler(self) -> Scheduler:
-        """The engine's scheduler."""
-        return self.loop.scheduler
 
     def close(self) -> None:
         """Stops listening."""

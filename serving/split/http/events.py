@@ -33,26 +33,21 @@ _AT_ONCE = 512  # maximum number of states in one message
 def events_router(journal: Journal, *, model: str, seal: Seal | None = None) -> APIRouter:
     """Returns the endpoints for routers. `model`: digest of the weights; `seal` authenticates messages."""
     router = APIRouter(prefix="/internal", tags=["routing"], dependencies=[sealed(seal or Seal())])
-    readers = 0
+    places = asyncio.Semaphore(MOST_READERS)
 
     @router.get("/events")
     async def events(request: Request) -> Response:
         """An endless stream of server-sent events."""
-        nonlocal readers
-        if readers >= MOST_READERS:
+        if places.locked():
             raise ApiError(503, f"{MOST_READERS} readers already follow this server", code="too_many_readers")
         ending: Callable[[], bool] = getattr(request.app.state, "ending", lambda: False)
 
         async def counted() -> AsyncGenerator[bytes, None]:
-            nonlocal readers
-            if readers >= MOST_READERS:
+            if places.locked():
                 return  # other readers started meanwhile
-            readers += 1
-            try:
+            async with places:
                 async for message in follow(journal, model, ending):
                     yield message
-            finally:
-                readers -= 1
 
         return EventStream(counted())
 
@@ -61,10 +56,10 @@ def events_router(journal: Journal, *, model: str, seal: Seal | None = None) -> 
         """A prompt's tokens, salt and adapter, from which the names in events are computed."""
         context = context_of(request)
         work = prompt_of(context, body.kind, body.body, request.headers)
-        prompt = await until_gone(request.receive, work)
-        table = context.engine.engine.adapters if prompt.lora is not None else None
-        adapter = table.names.digest(prompt.lora) if table is not None else None
-        return Tokens(tokens=prompt.tokens, salt=prompt.salt, adapter=adapter)
+        prompt, run = await until_gone(request.receive, work)
+        table = context.engine.engine.adapters if run.lora_request is not None else None
+        adapter = table.names.digest(run.lora_request) if table is not None else None
+        return Tokens(tokens=prompt, salt=run.cache_salt, adapter=adapter)
 
     return router
 

@@ -78,30 +78,16 @@ def open_role(
     reached = settings.advertise or host
     if reached in ("0.0.0.0", "::", ""):
         reached = socket.gethostbyname(socket.gethostname())
-    worker, seal = Worker(built, _transports(settings.transport, reached)), settings.seal
+    worker = Worker(built, _transports(settings.transport, reached))
     events = _events(built, worker.manifest.model, settings)
     offers: PrefillSide | None = None
     if settings.role == "prefill" or settings.share:
-        offers = PrefillSide(
-            worker,
-            lease=settings.lease,
-            max_lease=settings.max_lease,
-            max_kept=settings.max_kept,
-            max_copied_bytes=settings.max_transfer_bytes,
-            computes=settings.role == "prefill",
-            url=f"http://{reached}:{port}",
-        )
+        offers = PrefillSide(worker, settings, f"http://{reached}:{port}")
     if settings.role == "prefill":
-        return Role([worker_router(worker, seal=seal, offers=offers), *events], partial(prepare, worker, True))
+        return Role([worker_router(worker, settings, offers=offers), *events], partial(prepare, worker, True))
     worker.manifest = worker.manifest.model_copy(update={"converts_state": settings.convert_state})
-    decodes = DecodeSide(
-        worker,
-        policy=settings.on_failure,
-        executor=ThreadPoolExecutor(_FETCHES, thread_name_prefix="fetch"),
-        timeout=settings.fetch_timeout,
-        max_arriving_bytes=settings.max_transfer_bytes,
-    )
-    router = worker_router(worker, seal=seal, offers=offers, decodes=decodes, allowed=settings.peer, keys=keys)
+    decodes = DecodeSide(worker, settings, executor=ThreadPoolExecutor(_FETCHES, thread_name_prefix="fetch"))
+    router = worker_router(worker, settings, offers=offers, decodes=decodes, keys=keys)
     return Role([router, *events], partial(prepare, worker, *((True, False) if settings.share else (False,))))
 
 

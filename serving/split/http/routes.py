@@ -13,9 +13,9 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from pydantic import BaseModel, Field
@@ -28,9 +28,7 @@ from serving.api.http.connection.keys import client_id, has_several_keys, salt_o
 from serving.api.http.connection.streaming import until_gone
 from serving.api.http.context import Context, context_of
 from serving.api.http.errors import ApiError, validated
-from serving.core.cache.retention import Mark
 from serving.engine.async_engine import AsyncEngine
-from serving.engine.requests.adapters import LoRARequest
 from serving.engine.requests.output import RequestOutput
 from serving.engine.requests.request import EngineRequest
 from serving.split.decode_side import DecodeSide
@@ -38,6 +36,7 @@ from serving.split.http.peer import HandshakeRequest, HttpPeer, Release, RenewRe
 from serving.split.http.transfer_params import decoding, prefilling
 from serving.split.prefill_side import ONCE, Export, PrefillSide, TooMany, fed_tokens
 from serving.split.seal import HEADER, RECEIVER, Seal, SealChecker
+from serving.split.settings import SplitSettings
 from serving.split.wire import (
     AdapterMismatch,
     Handoff,
@@ -67,30 +66,29 @@ _STATUSES: tuple[tuple[type[Exception], int, str], ...] = (
 
 def worker_router(
     worker: Worker,
+    settings: SplitSettings,
     *,
-    seal: Seal | None = None,
     offers: PrefillSide | None = None,
     decodes: DecodeSide | None = None,
-    allowed: Sequence[str] = (),
     keys: Sequence[str] = (),
 ) -> APIRouter:
     """Returns the endpoints of one worker. With a secret, its server also reads `kv_transfer_params`.
 
     Args:
         worker: the worker; its transports close when the server ends.
-        seal: authenticates messages; the worker refuses all others.
+        settings: its `seal` authenticates messages; the worker refuses all others. States are fetched from the prefill
+            workers in `peer`, or from all that signed messages name if it is empty.
         offers: the side that offers states. Without `decodes`, it also computes prompts for other workers.
         decodes: the side that continues from states of other workers.
-        allowed: URLs of prefill workers to fetch states from; empty for all workers that signed messages name.
         keys: API keys of the fleet; the first is sent to prefill workers.
     """
-    seal = seal or Seal()
+    seal = settings.seal
     peers: _Peers | None = None
     beats: list[tuple[float, Callable[[], object]]] = []
     if offers is not None:  # expired leases are removed while the engine is idle, too
-        beats.append((max(0.05, offers.lease / 4), offers.sweep))
+        beats.append((max(0.05, settings.lease / 4), offers.sweep))
     if decodes is not None:
-        peers = _Peers(decodes, seal, allowed, keys)
+        peers = _Peers(decodes, settings, keys)
         beats.append((_RENEWAL, decodes.renew))
 
     @contextlib.asynccontextmanager
@@ -98,7 +96,7 @@ def worker_router(
         context: Context = app.state.context
         # Without a secret, any client of a proxy could announce states of its own.
         if seal.secret and decodes is not None and peers is not None:
-            context.transfer = decoding(seal, peers.expect, decodes.policy)
+            context.transfer = decoding(seal, peers.expect, settings.on_failure)
         elif seal.secret and offers is not None:
             context.transfer = prefilling(seal, partial(_prefill_for, offers))
         tasks = [asyncio.create_task(_repeat(context.engine, *beat)) for beat in beats]
@@ -167,19 +165,12 @@ def worker_errors(peer: str, otherwise: tuple[int, str] = (410, "state_gone")) -
         raise ApiError(status, str(error), code=code, headers={"Retry-After": "1"} if status == 503 else None) from None
 
 
-class WorkerPrompt(NamedTuple):
-    """A request's prompt, priority, cache salt, adapter and marks, without sampling parameters."""
-
-    tokens: list[int]
-    priority: int
-    salt: str | None
-    lora: LoRARequest | None = None
-    marks: tuple[Mark, ...] = ()
-
-
-async def prompt_of(context: Context, kind: str, body: dict[str, Any], headers: Headers) -> WorkerPrompt:
-    """Returns the prompt of a request with the client's headers. Raises ApiError, RequestError or
-    RequestValidationError if it is invalid, or has several prompts."""
+async def prompt_of(
+    context: Context, kind: str, body: dict[str, Any], headers: Headers
+) -> tuple[list[int], EngineRequest]:
+    """Returns the prompt's tokens of a request with the client's headers, and the request to this engine that computes
+    them, without its sampling parameters. Raises ApiError, RequestError or RequestValidationError if it is invalid, or
+    has several prompts."""
     api = TEXT_APIS[kind]
     parsed = validated(api.request, body)
     context.check(parsed.model)
@@ -188,8 +179,11 @@ async def prompt_of(context: Context, kind: str, body: dict[str, Any], headers: 
     prompts, marks = await tokenized(own, request)
     if len(prompts) != 1:
         raise ApiError(400, "prefill workers accept only one prompt per request", param="prompt")
-    salt = salt_of(request.cache_salt, headers, context.settings)
-    return WorkerPrompt(prompts[0], request.priority, salt, context.adapter_of(parsed.model), marks)
+    return prompts[0], EngineRequest(
+        f"prefill-{uuid.uuid4().hex}", {"prompt_token_ids": prompts[0]}, ONCE, request.priority,
+        salt_of(request.cache_salt, headers, context.settings), marks, client=client_id(),
+        lora_request=context.adapter_of(parsed.model),
+    )  # fmt: skip
 
 
 class PromptRequest(BaseModel):
@@ -259,23 +253,20 @@ def _add_offering(router: APIRouter, side: PrefillSide, *, computes: bool) -> No
 
 
 async def _prefill(context: Context, side: PrefillSide, body: PrefillRequest, headers: Headers) -> Ticket:
-    prompt, priority, salt, lora, marks = await prompt_of(context, body.kind, body.body, headers)
+    prompt, run = await prompt_of(context, body.kind, body.body, headers)
     fed = fed_tokens(prompt, body.handoff)
     if not fed:
         return side.ticket(None, prompt, body.handoff)
-    engine, id, name = context.engine, secrets.token_hex(16), f"prefill-{uuid.uuid4().hex}"
+    engine, id = context.engine, secrets.token_hex(16)
     last: RequestOutput | None = None
     # A lease is renewed while its prompt waits or is computed.
-    beating = asyncio.create_task(_repeat(engine, side.lease / 4, lambda: side.renew([id])))
+    beating = asyncio.create_task(_repeat(engine, side.settings.lease / 4, lambda: side.renew([id])))
     try:
         async with asyncio.timeout(body.seconds):
             owner = client_id() if has_several_keys(context.settings) else None
             export: Export = await engine.call(lambda _: side.begin(id, owner))
-            marks = tuple(mark for mark in marks if mark.position <= len(fed))
-            run = EngineRequest(
-                name, {"prompt_token_ids": fed}, ONCE, priority, salt, marks, client=client_id(),
-                export=export, lora_request=lora,
-            )  # fmt: skip
+            marks = tuple(mark for mark in run.cache_marks if mark.position <= len(fed))
+            run = replace(run, prompt={"prompt_token_ids": fed}, cache_marks=marks, export=export)
             async with contextlib.aclosing(engine.stream(run)) as each:
                 async for output in each:
                     last = output
@@ -289,8 +280,8 @@ async def _prefill(context: Context, side: PrefillSide, body: PrefillRequest, he
         raise
     finally:
         beating.cancel()
-    adapter = None if lora is None else lora.lora_name
-    counts: dict[str, Any] = {"cached_tokens": last.num_cached_tokens, "written_tokens": last.cache_write_tokens}
+    adapter = None if run.lora_request is None else run.lora_request.lora_name
+    counts = {"cached_tokens": last.num_cached_tokens, "written_tokens": [*last.cache_write_tokens.items()]}
     return side.ticket(export, prompt, body.handoff, adapter_name=adapter, **counts)
 
 
@@ -314,9 +305,9 @@ class _PeerEntry:
 class _Peers:
     """Prefill workers after their handshake: the `_MAX_PEERS` that were used last."""
 
-    def __init__(self, side: DecodeSide, seal: Seal, allowed: Sequence[str], keys: Sequence[str]) -> None:
-        self.side, self._seal, self._keys = side, seal, keys
-        self._allowed = frozenset(url.rstrip("/") for url in allowed)
+    def __init__(self, side: DecodeSide, settings: SplitSettings, keys: Sequence[str]) -> None:
+        self.side, self._settings, self._keys = side, settings, keys
+        self._allowed = frozenset(url.rstrip("/") for url in settings.peer)
         self._entries: dict[str, _PeerEntry] = {}
 
     async def get(self, url: str, manifest: str) -> HttpPeer:
@@ -333,11 +324,11 @@ class _Peers:
                 since, why = entry.failed
                 if time.monotonic() - since < _AGAIN:
                     raise SplitError(why)
-                timeout = min(_HANDSHAKE, self.side.timeout)
+                timeout = min(_HANDSHAKE, self._settings.fetch_timeout)
                 try:
                     # The previous peer may still be in use; it closes with its last reference.
                     entry.peer = await HttpPeer.connect(
-                        url, self.side.worker.manifest, seal=self._seal, keys=self._keys, timeout=timeout
+                        url, self.side.worker.manifest, seal=self._settings.seal, keys=self._keys, timeout=timeout
                     )
                 except SplitError as error:
                     entry.failed = time.monotonic(), str(error)

@@ -14,6 +14,7 @@ from serving.config import EngineConfig
 from serving.core.requests.request import RemoteState
 from serving.split.decode_side import DecodeSide
 from serving.split.prefill_side import ONCE, PrefillSide, fed_tokens
+from serving.split.settings import SplitSettings
 from serving.split.wire import Handoff, Offer, SplitError, StateRequest
 from serving.split.worker import Worker
 from serving.state_transfer.programs import PointPrograms
@@ -81,7 +82,7 @@ class OtherSide:
         self._executor: Any = DelayedExecutor(self._rng)
         self._transport = DirectTransport("differential")
         self._transport.offered.clear()
-        self._there = PrefillSide(worker_of(on, prefill, prefill_flags), lease=3600.0)
+        self._there = PrefillSide(worker_of(on, prefill, prefill_flags), SplitSettings(lease=3600.0))
         # As a peer of the decode side.
         self.manifest, self.renew, self.release = self._there.worker.manifest, self._there.renew, self._there.release
         self._here = DecodeSide(worker_of(on, decode, decode_flags), executor=self._executor)

@@ -17,6 +17,7 @@ from serving.api.http.settings import RequestBounds, ServerSettings
 from serving.api.metrics import Metrics
 from serving.split.http.peer import HttpPeer, error_of
 from serving.split.http.routes import worker_router
+from serving.split.settings import SplitSettings
 from serving.split.wire import ManifestMismatch, SplitError, StateRequest, Ticket
 from tests.serving.split.test_manifest import BASE, other
 from tests.support.servers.listener import listener
@@ -31,10 +32,10 @@ def prefill_app():
 
     error = SplitError("state x does not exist or was dropped")
     worker = SimpleNamespace(manifest=BASE, close=lambda: None)
-    side = SimpleNamespace(lease=30.0, kept=0, worker=worker, sweep=lambda: 0, offer=mock.Mock(side_effect=error))
+    side = SimpleNamespace(kept=0, worker=worker, sweep=lambda: 0, offer=mock.Mock(side_effect=error))
     app = FastAPI()
     errors.install(app)
-    app.include_router(worker_router(worker, offers=side))
+    app.include_router(worker_router(worker, SplitSettings(), offers=side))
     app.state.context = SimpleNamespace(engine=SimpleNamespace(call=call, tell=lambda function: function(None)))
     return app
 
@@ -85,11 +86,11 @@ async def test_states_are_fetched_from_allowed_workers_only(url):
     app = FastAPI()
     errors.install(app)
     worker = SimpleNamespace(manifest=other(page_size=16), close=lambda: None)
-    side = SimpleNamespace(timeout=5.0, renew=None, worker=worker, accept=lambda peer, ticket: None)
+    side = SimpleNamespace(renew=None, worker=worker, accept=lambda peer, ticket: None)
     with listener(partial(hear, "unknown")) as unknown, listener(partial(hear, "allowed")) as allowed:
         unknown, allowed = (f"http://127.0.0.1:{port}" for port in (unknown, allowed))
-        known = {"allowed": [url + "/", allowed], "keys": ["the fleet's"]}
-        app.include_router(worker_router(worker, decodes=side, **known))
+        known = SplitSettings(peer=(url + "/", allowed), fetch_timeout=5.0)
+        app.include_router(worker_router(worker, known, decodes=side, keys=["the fleet's"]))
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://decode") as client:
             status, body = await expect(client, unknown)
             assert (status, body["error"]["code"]) == (403, "peer_not_allowed")

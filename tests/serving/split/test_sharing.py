@@ -24,7 +24,7 @@ class Replicas(Pair):
 
     def __init__(self, mode="all"):
         first, second = (worker(build(mode)) for _ in range(2))
-        self.connect(PrefillSide(first, computes=False, max_kept=2), DecodeSide(second))
+        self.connect(PrefillSide(first, SplitSettings(role="decode", max_kept=2)), DecodeSide(second))
 
     def lend(self, prompt, beyond=0, salt=None) -> Ticket:
         return self.prefill_side.share(ShareRequest(tokens=prompt, beyond=beyond, salt=salt))
@@ -66,7 +66,7 @@ def test_what_is_gone_or_too_many_is_refused():
     replicas.prefill.loop.scheduler.change_weights()
     with pytest.raises(SplitError, match="weights"):
         replicas.lend(tokens(1, 40), salt="mine")
-    replicas.prefill_side.lease = 0.0
+    replicas.prefill_side.settings = replicas.prefill_side.settings.model_copy(update={"lease": 0.0})
     for export in replicas.prefill_side._kept.values():
         export.deadline = 0.0
     assert replicas.prefill_side.sweep() == 1
@@ -76,7 +76,7 @@ def test_what_is_gone_or_too_many_is_refused():
 def test_a_state_that_does_not_come_costs_a_wait_and_no_more():
     """Released meanwhile, and lost with the lender's store."""
     replicas = Replicas()
-    replicas.decode_side.policy = "fail"  # applies to prompts computed for this worker; it can compute this one itself
+    replicas.decode_side.settings = SplitSettings(on_failure="fail")  # for prompts that are computed for this worker
     for seed in (1, 2):
         output_of(replicas.prefill, tokens(seed, 37))
         prompt = tokens(seed, 45)

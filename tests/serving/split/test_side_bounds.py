@@ -9,9 +9,11 @@ from unittest import mock
 import pytest
 
 from serving.api.http.errors import ApiError
+from serving.engine.requests.request import EngineRequest
 from serving.split.http import routes
-from serving.split.http.routes import PrefillRequest, WorkerPrompt
+from serving.split.http.routes import PrefillRequest
 from serving.split.prefill_side import PrefillSide, TooMany
+from serving.split.settings import SplitSettings
 from serving.split.wire import SplitTimeout, StateRequest
 from tests.serving.split.test_manifest import BASE
 from tests.support.fleets.split_pair import B, Pair, assert_as_alone, tokens
@@ -73,7 +75,7 @@ def test_states_of_requests_that_wait_for_a_seat_are_not_let_go():
 
 def test_copies_are_capped_in_bytes():
     pair = Pair("all")
-    pair.prefill_side.max_copied_bytes = pair.state_bytes
+    pair.prefill_side.settings = SplitSettings(max_transfer_bytes=pair.state_bytes)
     first, second = (pair.compute(tokens(30 + i, B + 3)) for i in range(2))
     pair.prefill_side.offer(want_of(pair, first))
     with pytest.raises(TooMany, match="bytes pending"):
@@ -86,9 +88,9 @@ def test_copies_are_capped_in_bytes():
 
 
 def test_arrivals_wait_for_room_and_not_for_ever():
-    pair = Pair("all", timeout=0.2)
+    pair = Pair("all", settings=SplitSettings(fetch_timeout=0.2))
     side = pair.decode_side
-    side._arriving = side._max_arriving
+    side._arriving = side.settings.max_transfer_bytes
     prompt = tokens(40, B + 3)
     assert_as_alone(prompt, pair.run(prompt))
     assert (side.stats.arrived, side.stats.failed) == (0, 1)
@@ -147,7 +149,7 @@ class Engine:
 
 
 def a_side(**settings):
-    return PrefillSide(SimpleNamespace(loop=SimpleNamespace(sources=[]), manifest=BASE), **settings)
+    return PrefillSide(SimpleNamespace(loop=SimpleNamespace(sources=[]), manifest=BASE), SplitSettings(**settings))
 
 
 def a_context(pace):
@@ -156,7 +158,7 @@ def a_context(pace):
 
 @pytest.fixture
 def no_prompt(monkeypatch):
-    monkeypatch.setattr(routes, "prompt_of", mock.AsyncMock(return_value=WorkerPrompt([1, 2, 3], 0, None)))
+    monkeypatch.setattr(routes, "prompt_of", mock.AsyncMock(return_value=([1, 2, 3], EngineRequest("r", [1, 2, 3]))))
 
 
 async def test_clients_that_leave_at_any_moment_leave_no_places_taken(no_prompt):

@@ -8,6 +8,7 @@ import pytest
 
 from serving.core.cache.retention import Mark
 from serving.split.http.roles import prepare
+from serving.split.settings import SplitSettings
 from serving.split.wire import SplitError
 from serving.state_transfer.programs import PointPrograms
 from tests.support.engines.engines import finish
@@ -174,7 +175,7 @@ def test_what_does_not_arrive_is_computed_here(fault):
 
 @pytest.mark.parametrize("fault", FAULTS[:2])
 def test_or_fails_its_request(fault):
-    pair = Pair("all", policy="fail")
+    pair = Pair("all", settings=SplitSettings(on_failure="fail"))
     fault(pair)
     output = pair.add(PROMPT, pair.compute(PROMPT))
     seen = []

@@ -166,7 +166,7 @@ class Pair:
         export = self.prefill_side.begin()
         more = {"cache_salt": salt, "lora_request": lora, "export": export, "cache_marks": marks}
         output = output_of(self.prefill, fed, ONCE, **more)
-        counts = {"cached_tokens": output.num_cached_tokens, "written_tokens": output.cache_write_tokens}
+        counts = {"cached_tokens": output.num_cached_tokens, "written_tokens": [*output.cache_write_tokens.items()]}
         name = None if lora is None else lora.lora_name
         return self.prefill_side.ticket(export, prompt, handoff, adapter_name=name, **counts)
 
