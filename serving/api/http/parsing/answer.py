@@ -276,14 +276,11 @@ class AnswerReader:
         self._begin(name, call_id)
         schema = self._schemas.get(self._own(name), {})
         if syntax.parameters:
-            try:
+            with self._cursor.completing(lambda: self._emit("{}")):
                 yield from self._cursor.skip(syntax.between)
                 if not syntax.value_ends and (yield from self._cursor.mark("**")):
                     self._cursor.take(2)
                     yield from self._cursor.skip(SPACE)
-            except TextEnds:
-                self._emit("" if self._cursor.cut else "{}")
-                raise
         yield from self._cursor.skip_fence()
         if syntax.parameters:
             yield from self._parameters(style, syntax, schema)

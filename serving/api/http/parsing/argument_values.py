@@ -10,7 +10,7 @@ from typing import Any
 
 from serving.api.http.json_values import parse_written
 from serving.api.http.parsing.formats import FUNCTION, KEYS, CallFormat, CallSyntax, plain_name
-from serving.api.http.parsing.text_cursor import SPACE, Head, Marks, TextCursor, TextEnds, Wait, cached_marks
+from serving.api.http.parsing.text_cursor import SPACE, Head, Marks, TextCursor, Wait, cached_marks
 from serving.api.http.parsing.written_json import WrittenObject, read_written
 
 _STRING = re.compile(r"""[rRbBfFuU]{0,2}(\"{3}|'{3}|["'])""")
@@ -108,11 +108,8 @@ def whole_arguments(text: TextCursor, syntax: CallSyntax, schema: Mapping[str, A
 
 def python_value(text: TextCursor, closing: str, types: frozenset[str], emit: Callable[[str], None]) -> Wait[None]:
     """Reads a value up to the comma or the parenthesis after it. `closing`: the mark that ends all calls."""
-    try:
+    with text.completing(lambda: emit("null")):
         yield from text.skip(SPACE)
-    except TextEnds:
-        emit("" if text.cut else "null")
-        raise
     while not text.last and _STRING_BEGINS.fullmatch(text.text, text.at):
         yield
     ends = cached_marks("(", ")", ",", closing)

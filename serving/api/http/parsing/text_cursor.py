@@ -43,14 +43,20 @@ class TextCursor:
         yield
 
     @contextlib.contextmanager
-    def closing(self, end: Callable[[], object]) -> Iterator[None]:
-        """Calls `end` after what is read in the block; also where the text ends, unless the output limit cut it off."""
+    def completing(self, end: Callable[[], object]) -> Iterator[None]:
+        """Calls `end` where the text ends in the block, unless the output limit cut it off."""
         try:
             yield
         except TextEnds:
             if not self.cut:
                 end()
             raise
+
+    @contextlib.contextmanager
+    def closing(self, end: Callable[[], object]) -> Iterator[None]:
+        """Calls `end` after what is read in the block; also where the text ends, unless the output limit cut it off."""
+        with self.completing(end):
+            yield
         end()
 
     def take(self, count: int) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from serving.api.http.json_values import MAX_DEPTH, parse_written, well_formed
-from serving.api.http.parsing.text_cursor import TextCursor, TextEnds, Wait
+from serving.api.http.parsing.text_cursor import TextCursor, Wait
 
 _PLAIN = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"[^'\"\\\x00-\x1f]+")}
 _SPACE = re.compile(r"[ \t\r\n]+|\s")
@@ -286,17 +286,13 @@ def read_written(
 ) -> Wait[None]:
     """Reads an object as it arrives, and passes its text to `consume`, then its JSON to `emit`."""
     complete = False
-    try:
+    with cursor.completing(lambda: emit(written.close())):
         while not complete:
             end, valid, complete = written.push(cursor.text, cursor.at)
             consume(cursor.take(end - cursor.at))
             emit(valid)
             if not complete:
                 yield from cursor.more()
-    except TextEnds:
-        if not cursor.cut:
-            emit(written.close())
-        raise
 
 
 def _unescaped(escape: str) -> str:
