@@ -117,6 +117,10 @@ class ResponseContext:
         """The beginnings of lines of system text that prompts omit."""
         return *CHANGING_LINES, *self.settings.omit_system_lines
 
+    def conversation(self, response_id: str) -> Sequence[dict[str, Any]]:
+        """Returns the messages of the conversation that ends with a stored response of this client."""
+        return self.store.find(response_id, self.key, "previous_response_id").messages
+
 
 Transfer = Callable[[str, int, Any, Request], Coroutine[Any, Any, Response | None]]
 """What a worker does with `kv_transfer_params` before it generates. Gets the API, the number of prompts that

@@ -22,7 +22,6 @@ from pydantic import BaseModel, Field
 from starlette.datastructures import Headers
 
 from serving.api.http.apis.inputs import tokenized
-from serving.api.http.apis.stored_responses import stored_conversation
 from serving.api.http.apis.text_api import TEXT_APIS
 from serving.api.http.connection.keys import client_id, has_several_keys, salt_of, sent_key
 from serving.api.http.connection.streaming import until_gone
@@ -175,7 +174,7 @@ async def prompt_of(
     parsed = validated(api.request, body)
     context.check(parsed.model)
     own = context.of_request(parsed.model, sent_key(headers))
-    request = api.converted(parsed, stored_conversation(own))
+    request = api.converted(parsed, own.conversation)
     prompts, marks = await tokenized(own, request)
     if len(prompts) != 1:
         raise ApiError(400, "prefill workers accept only one prompt per request", param="prompt")

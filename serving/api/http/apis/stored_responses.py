@@ -1,4 +1,4 @@
-"""Stored responses of `/v1/responses`: read, listed and deleted by their client, and the conversations they end."""
+"""Stored responses of `/v1/responses`: read, listed and deleted by their client."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from serving.api.http.apis.responses import Conversation
 from serving.api.http.connection.keys import sent_key
 from serving.api.http.connection.streaming import answer
-from serving.api.http.context import ResponseContext, context_of
+from serving.api.http.context import context_of
 from serving.api.http.protocol.responses import DeletedResponse, InputItems, ResponseObject
 
 router = APIRouter(tags=["OpenAI"])
@@ -49,8 +48,3 @@ async def delete_response(response_id: str, request: Request) -> Response:
     """Delete a stored response."""
     context_of(request).store.delete(response_id, sent_key(request.headers))
     return answer(DeletedResponse(id=response_id, object="response", deleted=True))
-
-
-def stored_conversation(context: ResponseContext) -> Conversation:
-    """Returns a function that returns the conversations of the client's stored responses."""
-    return lambda response_id: context.store.find(response_id, context.key, "previous_response_id").messages

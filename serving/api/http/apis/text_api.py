@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from checkpoints.errors import CheckpointError
-from serving.api.http.apis import messages, responses, stored_responses
+from serving.api.http.apis import messages, responses
 from serving.api.http.apis.blocks import BlocksWriter
 from serving.api.http.apis.choices import ChatWriter, ChoicesWriter, CompletionWriter
 from serving.api.http.apis.inputs import tokenized
@@ -106,7 +106,7 @@ async def open_writer(api: TextApi, context: ResponseContext, body: TextRequest)
     Raises:
         ApiError, RequestError, RequestValidationError: the request is invalid.
     """
-    request = api.converted(body, stored_responses.stored_conversation(context))
+    request = api.converted(body, context.conversation)
     prompts, marks = await tokenized(context, request)
     # A writer decodes prompts that it echoes.
     writer = await context.codec.run(sum(map(len, prompts)), lambda: api.writer(context, body, request, prompts))

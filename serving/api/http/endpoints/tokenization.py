@@ -12,7 +12,6 @@ from pydantic import BaseModel, Field, model_validator
 from starlette.responses import Response
 
 from serving.api.http.apis.inputs import tokenized
-from serving.api.http.apis.stored_responses import stored_conversation
 from serving.api.http.apis.text_api import TEXT_APIS
 from serving.api.http.connection.keys import sent_key
 from serving.api.http.connection.streaming import answer, encoded, ignored_header, listed
@@ -171,7 +170,7 @@ async def _count(kind: str, body: ConvertedRequest, request: Request) -> int:
     context = context_of(request)
     context.check(body.model)
     own = context.of_request(body.model, sent_key(request.headers))
-    chat = TEXT_APIS[kind].converted(body, stored_conversation(own))
+    chat = TEXT_APIS[kind].converted(body, own.conversation)
     (prompt,), _ = await tokenized(own, chat, fits=False)
     return len(prompt)
 
