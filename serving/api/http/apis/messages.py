@@ -38,18 +38,16 @@ def as_chat(body: protocol.Conversation) -> ChatRequest:
         fields[TOOLS] = tool
     if continues:
         fields["continue_final_message"] = True
-    fields |= {"model": body.model, "messages": messages}
+    fields["messages"] = messages
     shown = {"name", "description", "input_schema"}
     fields["tools"] = [tool.model_dump(include=shown) for tool in body.tools or ()] or None
     if body.tool_choice is not None:
         fields["tool_choice"] = {"name": ""} | body.tool_choice.model_dump(exclude_none=True)
         fields["parallel_tool_calls"] = not body.tool_choice.disable_parallel_tool_use
-    fields["thinking"] = body.thinking
     if body.output_config is not None and body.output_config.effort is not None:
         fields["reasoning_effort"] = body.output_config.effort
     if isinstance(body, MessagesRequest):
-        fields |= {"stream": body.stream, "max_completion_tokens": body.max_tokens, "stop": body.stop_sequences}
-        fields |= {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
+        fields |= {"max_completion_tokens": body.max_tokens, "stop": body.stop_sequences}
         form = (body.output_config and body.output_config.format) or body.output_format
         if form is not None:
             fields["response_format"] = {"type": form.type, "schema": form.schema_}

@@ -55,9 +55,7 @@ def as_chat(body: ResponsesRequest, conversation: Conversation) -> ChatRequest:
         messages += conversation(body.previous_response_id)
     messages += messages_of_input(body.input)
     fields = body.chat_fields
-    fields |= {"model": body.model, "messages": messages, "stream": body.stream}
-    fields["max_completion_tokens"] = body.max_output_tokens
-    fields |= {"temperature": body.temperature, "top_p": body.top_p, "parallel_tool_calls": body.parallel_tool_calls}
+    fields |= {"messages": messages, "max_completion_tokens": body.max_output_tokens}
     # The only argument of a custom tool is a text.
     hidden = {"function": {"type", "namespace"}, "custom": {"type", "namespace", "parameters", "input_schema"}}
     fields["tools"] = [
@@ -72,7 +70,6 @@ def as_chat(body: ResponsesRequest, conversation: Conversation) -> ChatRequest:
         fields["response_format"] = {"type": form.type, "schema": form.schema_}
     if body.wants_logprobs:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
-    fields["reasoning"] = body.reasoning
     return validated(ChatRequest, {name: value for name, value in fields.items() if value is not None})
 
 

@@ -254,12 +254,12 @@ class ChatRequest(GenerationRequest):
 
 
 class ConvertedRequest(TextRequest):
-    """A request in the format of another API. Fields that only `ChatRequest` has mean the same in it."""
+    """A request in the format of another API. Fields that it does not define mean the same as in `ChatRequest`."""
 
     @property
     def chat_fields(self) -> dict[str, Any]:
-        """The fields that only `ChatRequest` has."""
-        return {name: value for name, value in (self.model_extra or {}).items() if name in ChatRequest.model_fields}
+        """The fields with a name of `ChatRequest`; a caller converts those with another meaning or form."""
+        return {name: value for name, value in self if name in ChatRequest.model_fields}
 
     @property
     def ignored(self) -> list[str]:
