@@ -1,4 +1,4 @@
-"""A request of any API as one job for the engine, the output of its choices, and the tokens that it used."""
+"""A request of any API as one job for the engine, with the output of its choices and the tokens that it used."""
 
 from __future__ import annotations
 
@@ -35,6 +35,12 @@ class Job:
     """Words of schemas that the response need not follow."""
     score_bytes: int = 0
     """Memory of the log-probabilities of the prompts."""
+    with_output: bool = True
+    """The response has the output, whose tokens count."""
+    reasoning: Callable[[list[int]], int] | None = None
+    """Counts the reasoning tokens of a choice."""
+    latest: dict[int, RequestOutput] = field(default_factory=dict)
+    """The output of each prompt so far, as a whole."""
 
     def check_size(self, max_model_len: int, vocab_size: int | None, expert_bytes: int = 0) -> None:
         """Checks how many values of log-probabilities and sampling masks (8 bytes each) and how many bytes of experts
@@ -68,33 +74,6 @@ class Job:
                 )  # fmt: skip
         self.score_bytes = 8 * scored * sum(map(len, self.prompts))
 
-
-class ChoiceDelta(NamedTuple):
-    """New output of one choice; all of it in a whole response."""
-
-    prompt: int
-    """Index of its prompt."""
-    output: RequestOutput
-    """The output of the prompt, for what choices share."""
-    new: CompletionOutput
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens with something to write: the new ones, and those of a prompt with log-probabilities."""
-        return len(self.new.token_ids) + len(self.output.prompt_logprobs or ())
-
-
-@dataclass
-class UsageCounter:
-    """Usage so far, from the output of each prompt."""
-
-    job: Job
-    with_output: bool = True
-    reasoning: Callable[[list[int]], int] | None = None
-    """Counts the reasoning tokens of a choice."""
-    latest: dict[int, RequestOutput] = field(default_factory=dict)
-    """The output of each prompt so far, as a whole."""
-
     def add(self, prompt: int, new: RequestOutput) -> None:
         """Adds a delta of a prompt's output."""
         if prompt in self.latest:
@@ -109,7 +88,7 @@ class UsageCounter:
 
     def usage(self) -> Usage:
         """Returns the numbers of tokens that the request has used."""
-        prompt, outputs = sum(map(len, self.job.prompts)), self.latest.values()
+        prompt, outputs = sum(map(len, self.prompts)), self.latest.values()
         choices = [choice for output in outputs for choice in output.outputs]
         completion = sum(len(choice.token_ids) for choice in choices if self.with_output)
         drafts = [output.metrics.drafts for output in outputs if output.metrics is not None]
@@ -132,7 +111,22 @@ class UsageCounter:
         return usage
 
 
-def whole(outputs: Sequence[RequestOutput], tally: UsageCounter) -> list[ChoiceDelta]:
-    """Returns each choice of the finished outputs of all prompts, as one delta. Updates `tally`."""
-    tally.latest.update(enumerate(outputs))
+class ChoiceDelta(NamedTuple):
+    """New output of one choice; all of it in a whole response."""
+
+    prompt: int
+    """Index of its prompt."""
+    output: RequestOutput
+    """The output of the prompt, for what choices share."""
+    new: CompletionOutput
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens with something to write: the new ones, and those of a prompt with log-probabilities."""
+        return len(self.new.token_ids) + len(self.output.prompt_logprobs or ())
+
+
+def whole(outputs: Sequence[RequestOutput], job: Job) -> list[ChoiceDelta]:
+    """Returns each choice of the finished outputs of all prompts, as one delta. Updates `job`."""
+    job.latest.update(enumerate(outputs))
     return [ChoiceDelta(index, output, choice) for index, output in enumerate(outputs) for choice in output.outputs]

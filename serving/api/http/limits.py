@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serving.api.http.connection.keys import check_key, client_id, set_client
 from serving.api.http.connection.streaming import ClientGone
 from serving.api.http.errors import ANTHROPICS, ApiError, as_api_error, path_of
-from serving.api.http.generation import UsageCounter
+from serving.api.http.generation import Job
 from serving.api.http.json_values import MAX_DEPTH, depth, has_half_characters, weight
 from serving.api.http.settings import RequestBounds
 from serving.api.metrics import Metrics
@@ -250,9 +250,9 @@ class Limits:
             return
         fields = {"request_id": request_id, "method": scope["method"], "path": scope["path"][:200]}
         fields |= {"status": status, "seconds": round(seconds, 4)}
-        tally: UsageCounter | None = scope["state"].get("tally")
-        if tally is not None:
-            usage = tally.usage()
+        job: Job | None = scope["state"].get("job")
+        if job is not None:
+            usage = job.usage()
             fields |= {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
             fields["cached_tokens"] = usage.prompt_tokens_details.cached_tokens
         log.info("request", extra={"fields": fields})

@@ -143,7 +143,7 @@ class BatchLines:
             raise RequestError(f"a line must have one prompt, got {len(writer.job.prompts)}")
 
         def written(output: RequestOutput) -> dict[str, Any]:
-            body = json.loads(json_of(writer.response(whole([output], writer.tally))))
+            body = json.loads(json_of(writer.response(whole([output], writer.job))))
             response = {"status_code": 200, "request_id": writer.job.request.request_id, "body": body}
             return {"id": _new_id(), "custom_id": line.id, "response": response, "error": None}
 

@@ -11,7 +11,6 @@ from fastapi.exceptions import RequestValidationError
 
 from checkpoints.text.chat import ChatTemplateError
 from checkpoints.tokenizer import load_tokenizer
-from serving.api.http.apis.blocks import Blocks
 from serving.api.http.apis.inputs import tokenized
 from serving.api.http.apis.responses import as_chat
 from serving.api.http.apis.text_api import TEXT_APIS, open_writer
@@ -19,10 +18,9 @@ from serving.api.http.connection.streaming import ignored_header
 from serving.api.http.context import ResponseContext
 from serving.api.http.endpoints.tokenization import TokenizeRequest
 from serving.api.http.errors import ApiError, validated
-from serving.api.http.generation import whole
-from serving.api.http.parsing.answer_pieces import AnswerPiece
+from serving.api.http.generation import ChoiceDelta, whole
 from serving.api.http.parsing.formats import THINK
-from serving.api.http.protocol.chat import CalledFunction, ChatRequest, ToolCall
+from serving.api.http.protocol.chat import ChatRequest
 from serving.api.http.settings import ServerSettings
 from serving.api.http.text import TextCodec
 from serving.core.errors import RequestError
@@ -70,12 +68,12 @@ def test_prompts(kind, body, text):
 
 
 def test_a_call_that_ends_before_text_stays_whole():
-    blocks = Blocks()
-    begun = ToolCall(index=0, id="1", function=CalledFunction(name="f", arguments='{"a": "x'))
-    ended = ToolCall(index=0, function=CalledFunction(arguments='"}'))
-    for piece in (AnswerPiece([begun]), AnswerPiece([ended, ("text", "Done.")])):
-        list(blocks.push(piece))
-    assert [(block.kind, block.text) for block in blocks.all] == [("call", '{"a": "x"}'), ("text", "Done.")]
+    writer, _ = opened(MESSAGES, tools=[{"name": "f", "input_schema": SCHEMA}])
+    begun = CompletionOutput(0, '</think><tool_call>{"name": "f", "arguments": {"a": "x')
+    ended = CompletionOutput(0, '"}}</tool_call>Done.', finish_reason="stop")
+    output = RequestOutput("r", None, [1], [], finished=True)
+    call, text = writer.response([ChoiceDelta(0, output, piece) for piece in (begun, ended)]).content
+    assert (call.input, text.text) == ({"a": "x"}, "Done.")
 
 
 def test_tools_that_are_no_functions():
@@ -211,7 +209,7 @@ def test_a_conversation_continues_from_token_ids():
 def answered(kind, text, reason="stop", **body):
     writer, _ = opened(kind, **body)
     output = CompletionOutput(0, text, [5], finish_reason=reason)
-    return writer.response(whole([RequestOutput("r", None, [1], [output], finished=True)], writer.tally)).model_dump()
+    return writer.response(whole([RequestOutput("r", None, [1], [output], finished=True)], writer.job)).model_dump()
 
 
 def test_calls_are_read_where_tools_are_offered():

@@ -115,7 +115,7 @@ def written_offsets(prompt, token_ids, **fields):
     choice = CompletionOutput(0, text, token_ids, logprobs=tables, finish_reason="stop")
     known = [None, *({token: Logprob(-1.0, None)} for token in ids[1:])]
     output = RequestOutput("r", None, ids, [choice], finished=True, prompt_logprobs=known)
-    (choice,) = writer.response(whole([output], writer.tally)).choices
+    (choice,) = writer.response(whole([output], writer.job)).choices
     begin = choice.logprobs.text_offset
     parts = [choice.text[a:b] for a, b in zip(begin, [*begin[1:], len(choice.text)], strict=True)]
     return list(zip(choice.logprobs.tokens, parts, strict=True))

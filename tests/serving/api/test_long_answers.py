@@ -35,7 +35,7 @@ def test_parts_together_are_the_whole_answer(length):
     for part in (slice(1, 3), slice(3, length)):  # filled in two steps
         made.fill(part.start, own[part], top_ids[part], top[part], of_ids[part])
     output = RequestOutput("r", None, ids, [CompletionOutput(0, finish_reason="length")], True, prompt_logprobs=made)
-    response = writer.response(whole([output], writer.tally))
+    response = writer.response(whole([output], writer.job))
     assert is_long(response) == (length > 256)
     parts = json_parts(response, exclude_unset=True)
     pieces = list(iter(lambda: next_bytes(parts), b""))

@@ -154,7 +154,7 @@ def test_a_written_answer_with_reasoning_and_a_call():
     text = '<tool_call> is how.\n</think>\n\nI look.\n<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
     ids = tokenizer.encode(text, add_special_tokens=False)
     output = RequestOutput("r", None, [1], [CompletionOutput(0, text, ids, finish_reason="stop")], finished=True)
-    response = writer.response(whole([output], writer.tally))
+    response = writer.response(whole([output], writer.job))
     (choice,) = response.choices
     assert choice.message.reasoning_content == choice.message.reasoning == "<tool_call> is how."
     assert (choice.message.content, choice.finish_reason) == ("I look.", "tool_calls")

@@ -12,10 +12,12 @@ from pydantic import BaseModel
 from serving.api.http.apis.inputs import ChatTurn
 from serving.api.http.connection.streaming import named_event
 from serving.api.http.generation import ChoiceDelta
-from serving.api.http.parsing.answer_pieces import AnswerPiece
+from serving.api.http.protocol.chat import ToolCall
 from serving.engine.requests.output import CompletionOutput
 
 BlockKind = Literal["reasoning", "text", "call"]
+BlockChange = Literal["begin", "more", "end"]
+"""The beginning, new text or the end of a block."""
 NamedEvent = tuple[str, Mapping[str, Any]]
 """The name and the fields of an event."""
 
@@ -31,57 +33,20 @@ class Block:
     name: str = ""
     """Name of the called function."""
     call_id: str = ""
-
-
-@dataclass(frozen=True)
-class BlockChange:
-    """The beginning, new text or the end of a block."""
-
-    what: Literal["begin", "more", "end"]
-    block: Block
-    text: str = ""
-    """The new text."""
-
-
-class Blocks:
-    """Sorts the pieces of one choice into blocks. At most one block is open at a time."""
-
-    def __init__(self) -> None:
-        self.all: list[Block] = []
-        self._open = False
-        """Whether the last block is open."""
-
-    def push(self, piece: AnswerPiece) -> Iterator[BlockChange]:
-        """Yields the changes of a new piece."""
-        for part in piece.parts:
-            if isinstance(part, tuple):
-                block, text = Block(part[0], len(self.all)), part[1]
-            else:
-                name, text = part.function.name or "", part.function.arguments
-                block = Block("call", len(self.all), name=name, call_id=part.id or "")
-            if block.call_id or not self._open or self.all[-1].kind != block.kind:
-                yield from self.close()
-                self.all.append(block)
-                self._open = True
-                yield BlockChange("begin", block)
-            if text:
-                self.all[-1].text += text
-                yield BlockChange("more", self.all[-1], text)
-
-    def close(self) -> Iterator[BlockChange]:
-        """Yields the change at the end of the answer."""
-        if self._open:
-            self._open = False
-            yield BlockChange("end", self.all[-1])
+    item_id: str = ""
+    """Id of its item in `/v1/responses`."""
 
 
 class BlocksWriter(ABC):
-    """Writes the response to one request with one choice. A whole response consists of the same changes as a stream."""
+    """Writes the response to one request with one choice. A whole response consists of the same changes as a stream. At
+    most one block is open at a time."""
 
     def __init__(self, turn: ChatTurn) -> None:
-        self.job, self.tally = turn.job, turn.tally
+        self.job = turn.job
         self._reader = turn.new_reader()
-        self._blocks = Blocks()
+        self._blocks: list[Block] = []
+        self._open = False
+        """Whether the last block is open."""
         self._last: CompletionOutput | None = None
         """The latest output."""
 
@@ -90,8 +55,8 @@ class BlocksWriter(ABC):
         """Returns the events before the first block."""
 
     @abstractmethod
-    def _change(self, change: BlockChange) -> Sequence[NamedEvent]:
-        """Records a change, and returns its events."""
+    def _change(self, what: BlockChange, block: Block, text: str = "") -> Sequence[NamedEvent]:
+        """Records a change of a block, and returns its events; `text` is new."""
 
     @abstractmethod
     def _end(self) -> Sequence[NamedEvent]:
@@ -119,18 +84,37 @@ class BlocksWriter(ABC):
     def _named(self, piece: ChoiceDelta) -> Iterator[NamedEvent]:
         if self._last is None:
             yield from self._begin()
-        for change in self._changes(piece):
-            yield from self._change(change)
+        self._last = new = piece.new
+        for part in self._reader.push(new.text, last=new.finished, cut=new.finish_reason != "stop").parts:
+            yield from self._add(part)
+        if new.finished:
+            yield from self._finish()
+
+    def _finish(self) -> Iterator[NamedEvent]:
+        """Ends the answer."""
+        yield from self._close()
 
     def _event(self, name: str, fields: Mapping[str, Any]) -> bytes:
         return named_event(name, fields)
 
-    def _changes(self, piece: ChoiceDelta) -> Iterator[BlockChange]:
-        self._last = piece.new
-        new = piece.new
-        yield from self._blocks.push(self._reader.push(new.text, last=new.finished, cut=new.finish_reason != "stop"))
-        if new.finished:
+    def _add(self, part: tuple[Literal["reasoning", "text"], str] | ToolCall) -> Iterator[NamedEvent]:
+        """Adds a part of the answer to the open block, or to a new one."""
+        if isinstance(part, tuple):
+            block, text = Block(part[0], len(self._blocks)), part[1]
+        else:
+            name, text = part.function.name or "", part.function.arguments
+            block = Block("call", len(self._blocks), name=name, call_id=part.id or "")
+        if block.call_id or not self._open or self._blocks[-1].kind != block.kind:
             yield from self._close()
+            self._blocks.append(block)
+            self._open = True
+            yield from self._change("begin", block)
+        if text:
+            self._blocks[-1].text += text
+            yield from self._change("more", self._blocks[-1], text)
 
-    def _close(self) -> Iterator[BlockChange]:
-        yield from self._blocks.close()
+    def _close(self) -> Iterator[NamedEvent]:
+        """Ends the open block, if there is one."""
+        if self._open:
+            self._open = False
+            yield from self._change("end", self._blocks[-1])

@@ -12,7 +12,7 @@ from typing import Any
 from serving.api.http.apis.inputs import ChatTurn, sampling_params, unenforced
 from serving.api.http.connection.streaming import DONE, encoded, json_of
 from serving.api.http.context import ResponseContext
-from serving.api.http.generation import ChoiceDelta, Job, UsageCounter
+from serving.api.http.generation import ChoiceDelta, Job
 from serving.api.http.logprobs import LogprobWriter
 from serving.api.http.parsing.answer import AnswerReader
 from serving.api.http.parsing.answer_pieces import AnswerPiece, whole_calls
@@ -35,10 +35,9 @@ class ChoicesWriter(ABC):
     """Writes the response to one request. A whole response is written like an event with the whole output."""
 
     def __init__(
-        self, context: ResponseContext, request: ChatRequest | CompletionRequest, tally: UsageCounter, top: int | None
+        self, context: ResponseContext, request: ChatRequest | CompletionRequest, job: Job, top: int | None
     ) -> None:
-        self.job, self.tally = tally.job, tally
-        self._context, self._request = context, request
+        self.job, self._context, self._request = job, context, request
         self._created = int(time.time())
         self._logprobs = LogprobWriter(context.codec, top=top or 0, as_ids=request.return_tokens_as_token_ids)
 
@@ -57,7 +56,7 @@ class ChoicesWriter(ABC):
     def response(self, pieces: Sequence[ChoiceDelta]) -> ChoicesResponse:
         """Returns the whole response, from the whole output of each choice."""
         answer = self._answer([self._choice(piece, whole=True) for piece in pieces], whole=True)
-        answer.usage = self.tally.usage()
+        answer.usage = self.job.usage()
         return answer
 
     async def events(self, pieces: AsyncGenerator[ChoiceDelta, None]) -> AsyncGenerator[bytes, None]:
@@ -68,12 +67,12 @@ class ChoicesWriter(ABC):
             size = piece.num_tokens
             for made in await run(size, lambda piece=piece: list(self._events(piece))):  # type: ignore[misc]
                 if options.include_usage or options.continuous_usage_stats:
-                    made.usage = self.tally.usage() if options.continuous_usage_stats else None
+                    made.usage = self.job.usage() if options.continuous_usage_stats else None
                 async for part in encoded(run, made, b"data: ", b"\n\n"):
                     yield part
         if options.include_usage:
             last = self._answer([], whole=False)
-            last.usage = self.tally.usage()
+            last.usage = self.job.usage()
             yield b"data: " + json_of(last) + b"\n\n"
         yield DONE
 
@@ -87,7 +86,7 @@ class ChoicesWriter(ABC):
             if new.finished:
                 choice.weights_versions = new.weights_versions
                 choice.routed_experts = EncodedArray.of(new.routed_experts)
-        if self._request.return_sampling_mask and new.finished and self.tally.with_output:
+        if self._request.return_sampling_mask and new.finished and self.job.with_output:
             choice.sampling_mask = EncodedArray.of(new.sampling_mask)
 
 
@@ -98,7 +97,7 @@ class ChatWriter(ChoicesWriter):
         self, context: ResponseContext, body: ChatRequest, request: ChatRequest, prompts: Sequence[list[int]]
     ) -> None:
         self._turn = ChatTurn(context, request, prompts[0])
-        super().__init__(context, request, self._turn.tally, request.top_logprobs)
+        super().__init__(context, request, self._turn.job, request.top_logprobs)
         self._body = body
         self._readers: dict[int, AnswerReader] = {}
 
@@ -160,10 +159,9 @@ class CompletionWriter(ChoicesWriter):
     ) -> None:
         params = sampling_params(body, context.settings.default_sampling)
         asked = EngineRequest(f"cmpl-{uuid.uuid4().hex}", "", params, body.priority, body.cache_salt)
-        job = Job(asked, prompts, ignored=unenforced(body))
         # With max_tokens = 0 the engine still generates one token, which is not reported.
-        tally = UsageCounter(job, with_output=body.max_tokens != 0)
-        super().__init__(context, body, tally, body.logprobs)
+        job = Job(asked, prompts, ignored=unenforced(body), with_output=body.max_tokens != 0)
+        super().__init__(context, body, job, body.logprobs)
         self._body = body
         self._echoes = [self._echo(*each) for each in zip(body.prompts, prompts, strict=True)] if body.echo else []
         """The texts of the prompts, for `echo`."""

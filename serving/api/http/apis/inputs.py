@@ -14,7 +14,7 @@ from checkpoints.text.parts import part_text
 from serving.api.http.apis.cache_marks import client_marks, marks_of, places_of, with_marks
 from serving.api.http.context import ResponseContext
 from serving.api.http.errors import ApiError
-from serving.api.http.generation import Job, UsageCounter
+from serving.api.http.generation import Job
 from serving.api.http.json_values import parse_written
 from serving.api.http.parsing.answer import AnswerReader
 from serving.api.http.parsing.formats import FORMATS, opening_of, reasoning_counter
@@ -318,8 +318,7 @@ class ChatTurn:
         )
         as_text = style is not None and style.syntax.value_ends  # values in which grammars apply
         ignored = [w for w in unenforced(request, forced) if not (as_text and w.endswith(OF_GRAMMAR))]
-        self.job = Job(asked, [prompt], ignored=ignored)
-        self.tally = UsageCounter(self.job, reasoning=count)
+        self.job = Job(asked, [prompt], ignored=ignored, reasoning=count)
         most = None if request.parallel_tool_calls else 1
         self.new_reader = partial(AnswerReader, form, tools, most=most, forced=bool(forced), marks=marks, begun=begun)
         """Returns a reader for the text of one choice."""

@@ -110,15 +110,14 @@ class MessageWriter(BlocksWriter):
     def _begin(self) -> list[NamedEvent]:
         return [("message_start", {"message": self._object([])})]
 
-    def _change(self, change: BlockChange) -> list[NamedEvent]:
-        block, place = change.block, {"index": change.block.index}
-        match change.what:
+    def _change(self, what: BlockChange, block: Block, text: str = "") -> list[NamedEvent]:
+        place = {"index": block.index}
+        match what:
             case "begin":
-                empty = Block(block.kind, block.index, name=block.name, call_id=block.call_id)
-                return [("content_block_start", place | {"content_block": _block(empty)})]
+                return [("content_block_start", place | {"content_block": _block(block)})]
             case "more":
                 name, kind = _DELTAS[block.kind]
-                return [("content_block_delta", place | {"delta": {"type": kind, name: change.text}})]
+                return [("content_block_delta", place | {"delta": {"type": kind, name: text}})]
         signature = {"type": "signature_delta", "signature": _signature(block.text)}
         signed = [("content_block_delta", place | {"delta": signature})] if block.kind == "reasoning" else []
         return [*signed, ("content_block_stop", place)]
@@ -127,7 +126,7 @@ class MessageWriter(BlocksWriter):
         return [("message_delta", {"delta": self._stop(), "usage": self._usage()}), ("message_stop", {})]
 
     def _whole(self) -> protocol.MessageObject:
-        return self._object([_block(block) for block in self._blocks.all], **self._stop())
+        return self._object([_block(block) for block in self._blocks], **self._stop())
 
     def _stop(self) -> dict[str, Any]:
         assert self._last is not None
@@ -146,9 +145,9 @@ class MessageWriter(BlocksWriter):
         )
 
     def _usage(self) -> protocol.MessagesUsage:
-        usage = self.tally.usage()
+        usage = self.job.usage()
         cached = usage.prompt_tokens_details.cached_tokens
-        written = {ttl: count for ttl, count in self.tally.written.items() if self._marked and ttl is not None}
+        written = {ttl: count for ttl, count in self.job.written.items() if self._marked and ttl is not None}
         made, hour = sum(written.values()), sum(count for ttl, count in written.items() if ttl and ttl >= 3600)
         created = protocol.CacheCreation(ephemeral_5m_input_tokens=made - hour, ephemeral_1h_input_tokens=hour)
         return protocol.MessagesUsage(

@@ -192,11 +192,10 @@ class ResponseWriter(BlocksWriter):
         self._custom, self._spaces = body.custom_tools, body.namespaces
         self._messages = messages_of(request)[0 if body.instructions is None else 1 :]
         self._created, self._num_events = int(time.time()), 0
-        self._ids: list[str] = []
-        """Ids of the blocks."""
+        self._items: list[protocol.OutputItem] = []
         self._status: protocol.Status = "completed"
         """The status of a block that ends: `incomplete` if the output limit cuts it off."""
-        top, reasoning = body.top_logprobs or 0, turn.tally.reasoning
+        top, reasoning = body.top_logprobs or 0, turn.job.reasoning
         self._logprobs = TextLogprobs(context.codec, top=top, reasoning=reasoning) if body.wants_logprobs else None
         self._entries = defaultdict[int, list[ChatLogprob]](list)
         """Log-probabilities of each block of text."""
@@ -213,30 +212,29 @@ class ResponseWriter(BlocksWriter):
         whole = self._whole()
         return [(f"response.{whole.status}", {"response": whole})]
 
-    def _changes(self, piece: ChoiceDelta) -> Iterator[BlockChange]:
+    def _named(self, piece: ChoiceDelta) -> Iterator[NamedEvent]:
         if self._logprobs is not None and piece.new.logprobs is not None:
             self._logprobs.push(piece.new.token_ids, piece.new.logprobs)
-        yield from super()._changes(piece)
+        yield from super()._named(piece)
 
-    def _close(self) -> Iterator[BlockChange]:
-        if self._logprobs is not None and self._blocks.all and self._blocks.all[-1].kind == "text":
-            self._entries[self._blocks.all[-1].index] += self._logprobs.rest()
+    def _finish(self) -> Iterator[NamedEvent]:
+        if self._logprobs is not None and self._blocks and self._blocks[-1].kind == "text":
+            self._entries[self._blocks[-1].index] += self._logprobs.rest()
         if self._last is not None and self._last.finish_reason == "length":
             self._status = "incomplete"
-        yield from super()._close()
+        yield from super()._finish()
 
-    def _change(self, change: BlockChange) -> list[NamedEvent]:
-        block = change.block
-        if change.what == "begin":
-            self._ids.append(_PREFIXES[block.kind] + uuid.uuid4().hex)
-            if block.kind == "reasoning" and self.tally.reasoning is None:
+    def _change(self, what: BlockChange, block: Block, text: str = "") -> list[NamedEvent]:
+        if what == "begin":
+            block.item_id = _PREFIXES[block.kind] + uuid.uuid4().hex
+            if block.kind == "reasoning" and self.job.reasoning is None:
                 self._logprobs = None  # the marks are not tokens, so the tokens of the text are unknown
         at = {"output_index": block.index}
-        within = at | {"item_id": self._ids[block.index]}
+        within = at | {"item_id": block.item_id}
         part = within if block.kind == "call" else within | {"content_index": 0}
         kind = _EVENTS[block.kind]
-        content = {"part": self._content(block)} if block.kind != "call" and change.what != "more" else {}
-        match change.what:
+        content = {"part": self._content(block)} if block.kind != "call" and what != "more" else {}
+        match what:
             case "begin":
                 added = ("response.output_item.added", at | {"item": self._item(block, "in_progress")})
                 return [added, ("response.content_part.added", part | content)] if content else [added]
@@ -245,24 +243,25 @@ class ResponseWriter(BlocksWriter):
             case "more":
                 more: dict[str, Any] = {}
                 if block.kind == "text":
-                    more["logprobs"] = [] if self._logprobs is None else self._logprobs.take(len(change.text))
+                    more["logprobs"] = [] if self._logprobs is None else self._logprobs.take(len(text))
                     self._entries[block.index] += more["logprobs"]
-                return [(f"response.{kind}.delta", part | {"delta": change.text} | more)]
+                return [(f"response.{kind}.delta", part | {"delta": text} | more)]
         done: list[NamedEvent]
         if block.name in self._custom:
-            text = _custom_input(block.text)
-            done = [("response.custom_tool_call_input.delta", part | {"delta": text})]
-            done.append(("response.custom_tool_call_input.done", part | {"input": text}))
+            written = _custom_input(block.text)
+            done = [("response.custom_tool_call_input.delta", part | {"delta": written})]
+            done.append(("response.custom_tool_call_input.done", part | {"input": written}))
         elif block.kind == "call":
             done = [(f"response.{kind}.done", part | {"arguments": block.text, "name": block.name})]
         else:
             more = {"logprobs": self._entries[block.index]} if block.kind == "text" else {}
             done = [(f"response.{kind}.done", part | {"text": block.text} | more)]
             done.append(("response.content_part.done", part | content))
-        return [*done, ("response.output_item.done", at | {"item": self._item(block, self._status)})]
+        self._items.append(self._item(block, self._status))
+        return [*done, ("response.output_item.done", at | {"item": self._items[-1]})]
 
     def _item(self, block: Block, status: protocol.Status) -> protocol.OutputItem:
-        same: dict[str, Any] = {"id": self._ids[block.index], "status": status}
+        same: dict[str, Any] = {"id": block.item_id, "status": status}
         begun = status == "in_progress"
         if block.kind != "call":
             same["content"] = [] if begun else [self._content(block)]
@@ -285,12 +284,9 @@ class ResponseWriter(BlocksWriter):
 
     def _whole(self) -> protocol.ResponseObject:
         """Returns the whole response, and stores it unless the request declines that."""
-        items = [self._item(block, "completed") for block in self._blocks.all]
-        if items:
-            items[-1].status = self._status
-        whole = self._object(self._status, items)
+        whole = self._object(self._status, self._items)
         if self._body.store is not False:
-            messages = [*self._messages, *messages_of_input([item.model_dump() for item in items])]
+            messages = [*self._messages, *messages_of_input([item.model_dump() for item in self._items])]
             given = self._body.input
             listed = [_as_item(given)] if isinstance(given, str) else [_as_item(**item) for item in given]
             written = whole.model_dump_json(by_alias=True).encode()
@@ -318,7 +314,7 @@ class ResponseWriter(BlocksWriter):
         )
 
     def _usage(self) -> protocol.ResponsesUsage:
-        usage = self.tally.usage()
+        usage = self.job.usage()
         details = usage.completion_tokens_details
         return protocol.ResponsesUsage(
             input_tokens=usage.prompt_tokens,

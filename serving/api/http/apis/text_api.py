@@ -28,7 +28,7 @@ from serving.api.http.connection import streaming
 from serving.api.http.connection.keys import client_id, salt_of, sent_key
 from serving.api.http.context import Context, ResponseContext, context_of
 from serving.api.http.errors import OVERFLOW, ApiError, as_api_error
-from serving.api.http.generation import ChoiceDelta, Job, UsageCounter
+from serving.api.http.generation import ChoiceDelta, Job
 from serving.api.http.protocol.chat import ChatRequest, ChatResponse
 from serving.api.http.protocol.common import REFUSED_PATHS, ErrorResponse, TextRequest
 from serving.api.http.protocol.completions import CompletionRequest, CompletionResponse
@@ -183,15 +183,15 @@ async def respond(api: TextApi, body: TextRequest, request: Request) -> Response
         refused = as_api_error(error)
         refused.param = next((name for name in _NAMES.get(refused.param, ()) if name in sent), refused.param)
         return overflow(api, body.stream, refused)
-    job, tally = writer.job, writer.tally
+    job = writer.job
     request.state.reserve(job.score_bytes)
     salt = salt_of(job.request.cache_salt, request.headers, context.settings)
     job.request = replace(
         job.request, cache_salt=salt, lora_request=context.adapter_of(body.model), client=client_id(), live=body.stream
     )
-    headers, request.state.tally = streaming.ignored_header(body, job.ignored), tally
+    headers, request.state.job = streaming.ignored_header(body, job.ignored), job
     with context.traces.under(request.headers):
-        outputs = _outputs(context, job, tally)
+        outputs = _outputs(context, job)
         if body.stream:
             events, interval = writer.events(outputs), context.settings.sse_keep_alive_interval
             begun = await streaming.until_gone(request.receive, streaming.start(events, api.keep_alive, interval))
@@ -219,13 +219,13 @@ async def _compile_grammar(context: Context, job: Job) -> None:
     job.grammar = await asyncio.shield(asyncio.wrap_future(pending))  # others may wait for the same future
 
 
-async def _outputs(context: Context, job: Job, tally: UsageCounter) -> AsyncGenerator[ChoiceDelta, None]:
+async def _outputs(context: Context, job: Job) -> AsyncGenerator[ChoiceDelta, None]:
     """Yields new output of all choices as it arrives. If the request is not live, yields each choice as a whole, when
-    all choices of its prompt are finished. Updates `tally`."""
+    all choices of its prompt are finished. Updates `job`."""
     streams = [_one(context, job, index) for index in range(len(job.prompts))]
     async with contextlib.aclosing(streaming.merge(streams)) as outputs:
         async for index, output in outputs:
-            tally.add(index, output)
+            job.add(index, output)
             for choice in output.outputs:
                 if choice.token_ids or choice.text or choice.finished:
                     yield ChoiceDelta(index, output, choice)
