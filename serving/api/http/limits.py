@@ -97,6 +97,8 @@ _UNTIL_THE_END = OPEN_PATHS - {"/ready"} | {"/split/offer", "/split/renew", "/sp
 _QUIET = frozenset({"/health", "/ping", "/ready", "/load", "/metrics", "/status"})
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_CLOSE = {"Connection": "close"}
+_RETRY = {"Retry-After": "1", **_CLOSE}
 
 
 class Limits:
@@ -164,14 +166,11 @@ class Limits:
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         if len(headers.getlist("host")) > 1:
-            raise ApiError(400, "the request has more than one Host header", headers={"Connection": "close"})
+            raise ApiError(400, "the request has more than one Host header", headers=_CLOSE)
         state = getattr(scope.get("app"), "state", None)
         ending: Callable[[], bool] = getattr(state, "ending", bool)  # set by `Server`
         if path_of(scope) not in _UNTIL_THE_END and ending():
-            raise ApiError(
-                503, "the server is shutting down", code="shutting_down",
-                headers={"Retry-After": "1", "Connection": "close"},
-            )  # fmt: skip
+            raise ApiError(503, "the server is shutting down", code="shutting_down", headers=_RETRY)
         if self._keys and path_of(scope) not in OPEN_PATHS and scope["method"] != "OPTIONS":
             check_key(headers, self._keys)
             set_client(headers)
@@ -187,9 +186,7 @@ class Limits:
     async def _read(self, headers: Headers, receive: Receive, reserve: Callable[[int], None]) -> Receive:
         """Reads the whole body, within its bounds, and reserves its bytes. Returns a `receive` that passes it on."""
         most, length = self._bounds.max_body_bytes, headers.get("content-length", "")
-        too_large = ApiError(
-            413, f"the body is larger than {most:,} bytes", code="body_too_large", headers={"Connection": "close"}
-        )
+        too_large = ApiError(413, f"the body is larger than {most:,} bytes", code="body_too_large", headers=_CLOSE)
         if length.isdecimal() and (len(length) > 18 or int(length) > most):
             raise too_large
         body, more = bytearray(), True
@@ -205,10 +202,8 @@ class Limits:
                     reserve(len(piece))
                     body += piece
         except TimeoutError:
-            raise ApiError(
-                408, f"the body did not arrive within {self._bounds.body_timeout:g} seconds",
-                headers={"Connection": "close"},
-            ) from None  # fmt: skip
+            seconds = f"{self._bounds.body_timeout:g} seconds"
+            raise ApiError(408, f"the body did not arrive within {seconds}", headers=_CLOSE) from None
         self._check_json(body)
         whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
@@ -226,10 +221,8 @@ class Limits:
         own, free = self._buffered[client], most - self._buffered.total()
         unfair = client is not None and own > self._bounds.max_body_bytes and own + size > free
         if size and (unfair or size > free):
-            raise ApiError(
-                503, "the server's buffer for requests is full; try again later", code="busy",
-                headers={"Retry-After": "1", "Connection": "close"},
-            )  # fmt: skip
+            text = "the server's buffer for requests is full; try again later"
+            raise ApiError(503, text, code="busy", headers=_RETRY)
         self._buffered[client] += size
 
     def _check_json(self, body: bytearray) -> None:
