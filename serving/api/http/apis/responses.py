@@ -189,7 +189,9 @@ class ResponseWriter(BlocksWriter):
         turn = ChatTurn(context, request, prompts[0], prefix="resp_")
         super().__init__(turn)
         self._context, self._body = context, body
-        self._custom, self._spaces = body.custom_tools, body.namespaces
+        self._custom = {tool.name for tool in body.tools or () if tool.type == "custom"}
+        spaces = {tool.name: (tool.model_extra or {}).get("namespace") for tool in body.tools or ()}
+        self._spaces = {name: space for name, space in spaces.items() if space is not None}
         self._messages = messages_of(request)[0 if body.instructions is None else 1 :]
         self._created, self._num_events = int(time.time()), 0
         self._items: list[protocol.OutputItem] = []

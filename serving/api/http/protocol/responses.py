@@ -102,17 +102,6 @@ class ResponsesRequest(ConvertedRequest):
     metadata: dict[str, str] | None = None
 
     @property
-    def custom_tools(self) -> set[str]:
-        """Names of the tools of type `custom`."""
-        return {tool.name for tool in self.tools or () if tool.type == "custom"}
-
-    @property
-    def namespaces(self) -> dict[str, Any]:
-        """The namespace of each tool that has one."""
-        spaces = {tool.name: (tool.model_extra or {}).get("namespace") for tool in self.tools or ()}
-        return {name: space for name, space in spaces.items() if space is not None}
-
-    @property
     def wants_logprobs(self) -> bool:
         """Whether the response includes log-probabilities of the text."""
         return self.top_logprobs is not None or LOGPROBS in (self.include or ())
