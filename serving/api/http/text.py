@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -55,7 +56,8 @@ class TextCodec:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenizer")
         self._threads_for_long = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenizer-long")
         self._places: dict[tuple[ThreadPoolExecutor, str | None], asyncio.Semaphore] = {}
-        self._texts: dict[int, str] = {}
+        text_of: Callable[[int], str] = "token_id:{}".format if tokenizer is None else tokenizer.token_text
+        self._text_of = functools.lru_cache(_KEPT)(text_of)
         self._turns: dict[str, str] = {}
         """By the variables of the template: the text that begins the model's turn, after the history."""
 
@@ -162,14 +164,7 @@ class TextCodec:
 
     def token(self, token_id: int) -> str:
         """Returns one token's text; "token_id:ID" if the model has no tokenizer."""
-        if self.tokenizer is None:
-            return f"token_id:{token_id}"
-        text = self._texts.get(token_id)
-        if text is None:
-            if len(self._texts) >= _KEPT:
-                self._texts.clear()
-            text = self._texts[token_id] = self.tokenizer.token_text(token_id)
-        return text
+        return self._text_of(token_id)
 
     def first_token(self, token_id: int) -> str:
         """Returns one token's text at the begin of a text, where some tokenizers leave out a space."""
