@@ -26,26 +26,24 @@ class RowSnapshots(RowState):
         super().__init__(cache, start)
         self._block = cache.block
         self._usual: StateAccess | None = None
-        """The access of steps that continue on the device and cross no boundary, shared by all of them."""
+        """The access of steps that cross no boundary, shared by all of them."""
         self._usual_count = 0
         """Number of slots that it writes; 0 = no plan."""
 
-    def reserve_decode(
-        self, count: int, shortest: int, longest: int, continues: bool, after: StateAccess | None
-    ) -> StateAccess | None:
+    def reserve_decode(self, count: int, shortest: int, longest: int, after: StateAccess | None) -> StateAccess | None:
         """See `RowState`. Slots that may receive a multiple of B, for any length before the step, are not written
         again until the step has settled.
         """
         block = self._block
         boundary = shortest - shortest % block + block
         crosses = boundary <= longest + count
-        plain = continues and not crosses and (after is None or not after.boundary)
+        plain = not crosses and (after is None or not after.boundary)
         if plain and count == self._usual_count:
             return self._usual
         slots = self._choose(count, after)
         if not slots:
             return None
-        access = StateAccess(0 if continues else self._current, slots)
+        access = StateAccess(0, slots)
         if crosses:
             access.boundary = _boundary_slots(slots, shortest, longest, boundary, block)
         if self._read_only:
@@ -128,16 +126,14 @@ def _boundary_slots(slots: Sequence[int], shortest: int, longest: int, boundary:
 
 
 class ReplayAccess(StateAccess):
-    """The slots that a decode step reads and writes. `read` is the anchor's slot; `writes` has at most one slot, the
-    spare."""
+    """The slots of a decode step: the device knows the anchor's, from which it reads; `writes` has at most one slot,
+    the spare."""
 
-    __slots__ = ("_room", "anchor", "reaches")
+    __slots__ = ("_room", "reaches")
 
-    def __init__(self, read: int, anchor: int, room: int, spare: int = 0, reaches: int = 0) -> None:
-        super().__init__(read, (spare,) if spare else ())
+    def __init__(self, room: int, spare: int = 0, reaches: int = 0) -> None:
+        super().__init__(0, (spare,) if spare else ())
         self._room = room
-        self.anchor = anchor
-        """Number of tokens that the anchor has absorbed; meaningless for a row that continues."""
         self.reaches = reaches
         """The multiple of R whose state the spare receives; 0 = the step reaches none."""
 
@@ -165,32 +161,28 @@ class RowReplay(RowState):
     the anchor. If no slot is left, the row continues without drafts, so that it certainly reaches the multiple, and
     overwrites its anchor. A row whose anchor is a checkpoint always keeps an own slot for this.
 
-    `_current` is the anchor's slot as of the last settled step, and `_position` the number of tokens in its state.
+    `_current` is the anchor's slot as of the last settled step.
     """
 
-    __slots__ = ("_interval", "_usual")
+    __slots__ = ("_interval", "_position", "_usual")
 
     def __init__(self, cache: Cache, start: int) -> None:
         super().__init__(cache, start)
         self._interval = cache.config.replay_interval
+        self._position = 0
+        """Number of tokens in the anchor's state, if a decode step has written it."""
         self._usual: ReplayAccess | None = None
-        """The access of steps that continue on the device and write nothing, shared by all that feed the same number of
-        tokens."""
+        """The access of steps that write nothing, shared by all that feed the same number of tokens."""
 
-    def reserve_decode(
-        self, count: int, shortest: int, longest: int, continues: bool, after: StateAccess | None
-    ) -> StateAccess | None:
+    def reserve_decode(self, count: int, shortest: int, longest: int, after: StateAccess | None) -> StateAccess | None:
         """See `RowState`. A row with an anchor can always continue."""
         interval = self._interval
         reaches = shortest - shortest % interval + interval
         if reaches > longest + count:
-            if not continues:
-                return ReplayAccess(self._current, self._position, count)
             usual = self._usual
             if usual is None or usual.room != count:
-                usual = self._usual = ReplayAccess(0, 0, count)
+                usual = self._usual = ReplayAccess(count)
             return usual
-        read = 0 if continues else self._current
         anchor = self._anchor_slot(after)
         # If the unsettled step may have reached the same multiple, use its spare. If the spare is the anchor by now,
         # the multiple is not reached again.
@@ -198,8 +190,8 @@ class RowReplay(RowState):
         if not spare:
             # Only certain tokens: those that reach the multiple stay, so the anchor is no longer needed.
             assert anchor in self._own, "a row whose anchor is a checkpoint has a slot of its own"
-            return ReplayAccess(read, self._position, 1, anchor, reaches)
-        return ReplayAccess(read, self._position, count, spare, reaches)
+            return ReplayAccess(1, anchor, reaches)
+        return ReplayAccess(count, spare, reaches)
 
     def _anchor_slot(self, after: StateAccess | None) -> int:
         """The anchor before the next step, unless an unsettled step has moved it to its spare."""

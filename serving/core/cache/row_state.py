@@ -66,15 +66,14 @@ class RowState:
     Subclasses implement decoding. In all methods, `after` is the access of the row's last unsettled step, or None.
     """
 
-    __slots__ = ("_cache", "_current", "_own", "_position", "_publications", "_read_only", "leaving")
+    __slots__ = ("_cache", "_current", "_own", "_publications", "_read_only", "leaving")
 
     def __init__(self, cache: Cache, start: int) -> None:
         """`start`: the slot of a learned initial state, outside the pool, that the engine owns; 0 = zeros."""
         self._cache = cache
         self._own: list[int] = []
         self._read_only = 0
-        self._current, self._position = start, 0
-        """The current slot; the number of tokens of its state, if no decode step has settled since."""
+        self._current = start
         self._publications: Sequence[Publication] = ()
         """Publications of the planned step that is not yet dispatched."""
         self.leaving = 0
@@ -89,20 +88,17 @@ class RowState:
             self._own.append(slot)
         return slot
 
-    def resume_from(self, slot: int, position: int) -> None:
-        """Starts from a checkpoint, S(position), and retains it."""
+    def resume_from(self, slot: int) -> None:
+        """Starts from a checkpoint, and retains it."""
         self._cache.slots.retain(slot)
         self._read_only = self._current = slot
-        self._position = position
 
     # -- slots that the next step reads and may write --
 
-    def reserve_decode(
-        self, count: int, shortest: int, longest: int, continues: bool, after: StateAccess | None
-    ) -> StateAccess | None:
+    def reserve_decode(self, count: int, shortest: int, longest: int, after: StateAccess | None) -> StateAccess | None:
         """Returns the access of a decode step that feeds `count` tokens, or fewer if slots are short. None: no slot.
 
-        The row's length before the step lies in [shortest, longest]. `continues`: the device knows the slot to read.
+        The row's length before the step lies in [shortest, longest]. The device knows the slot to read.
         """
         raise NotImplementedError
 
@@ -203,9 +199,10 @@ class RowState:
                 self._read_only = each.slot
         self._publications = ()
 
-    def advance_chunk(self, access: StateAccess, position: int) -> None:
-        """Records a settled step whose tokens were all known: S(position) is in the last slot that it wrote."""
-        self._current, self._position = access.writes[-1], position
+    def advance_chunk(self, access: StateAccess) -> None:
+        """Records a settled step whose tokens were all known: the state after them is in the last slot that it
+        wrote."""
+        self._current = access.writes[-1]
 
     def advance(self, access: StateAccess, before: int, kept: int) -> bool:
         """Called when a decode step has settled and kept a number of its tokens from `before` on.
@@ -277,8 +274,7 @@ class RowState:
     def arrived(self, slot: int, content: Content, position: int, kind: CheckpointKind | None) -> None:
         """Records that S(position) was loaded into the leased `slot`. Publishes it as `kind` if the row can have
         another slot to write."""
-        self._current, self._position = slot, position
-        cache = self._cache
+        self._current, cache = slot, self._cache
         if cache.index is None or kind is None:
             return
         if not cache.can_spare_slot():

@@ -220,7 +220,7 @@ def _take_hit(scheduler: SchedulerState, request: Request, match: Match | None) 
         return
     entry, index, progress = match.entry, scheduler.index, request.progress
     assert index is not None
-    progress.state.resume_from(entry.slot, entry.position)
+    progress.state.resume_from(entry.slot)
     progress.pages.resume_from(match.path[: entry.position // index.unit], entry)
     progress.num_computed = entry.position
 

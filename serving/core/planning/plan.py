@@ -16,11 +16,6 @@ from serving.core.requests.request import PlannedRow, Request
 class DecodeRow(PlannedRow):
     """At most 1 + K tokens of one sequence with a prior state; `access` has room for them."""
 
-    continues: bool
-    """The device's own length, state, last token and drafts are used; `tokens` is empty."""
-    tokens: Sequence[int]
-    """Tokens that the host knows: all certain ones, then the host's drafts if it has any."""
-
 
 @dataclass(slots=True, eq=False)
 class PrefillRow(PlannedRow):
@@ -28,11 +23,6 @@ class PrefillRow(PlannedRow):
 
     `access.writes` has a slot for each tile; the last one is where the sequence goes on from.
     """
-
-    @property
-    def tokens(self) -> list[int]:
-        """The tokens to feed."""
-        return self.request.tokens[self.length : self.length + self.num_tokens]
 
 
 Row = DecodeRow | PrefillRow

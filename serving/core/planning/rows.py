@@ -41,13 +41,10 @@ def plan_decode(scheduler: SchedulerState, request: Request, plan: StepPlan, bud
         # The unsettled step brings its last token.
         return -1
     config = scheduler.config
-    draft_tokens = request.draft_tokens
     drafts = 0
     if config.num_speculative_tokens:
         drafts = scheduler.drafts.wanted(request)
         drafts = max(0, min(drafts, config.num_speculative_tokens, room - 1, spare, budget.tokens - 1))
-        if draft_tokens is not None and not unsettled:
-            drafts = min(drafts, len(draft_tokens))
 
     pages = progress.pages
     reach = longest + 1 + drafts
@@ -57,8 +54,7 @@ def plan_decode(scheduler: SchedulerState, request: Request, plan: StepPlan, bud
         return -1
 
     state = progress.state
-    continues = draft_tokens is None or after is not None
-    access = state.reserve_decode(1 + drafts, shortest, longest, continues, after)
+    access = state.reserve_decode(1 + drafts, shortest, longest, after)
     if access is None:
         pages.undo()
         scheduler.counters.rows_stalled += 1
@@ -79,8 +75,6 @@ def plan_decode(scheduler: SchedulerState, request: Request, plan: StepPlan, bud
         True,
         False,
         plan.step,
-        continues,
-        () if continues else (request.tokens[-1], *(draft_tokens or ())[:drafts]),
     )
     if state.leaving or pages.copy is not None:
         plan.effects.append(row)
@@ -133,7 +127,7 @@ def plan_prefill(
     whole = (request, progress.row_id, start, num_tokens, 0, access, pages.table, pages.copy, sample, True, plan.step)
     row: DecodeRow | PrefillRow
     if as_decode:
-        row = DecodeRow(*whole, False, request.tokens[start:end])
+        row = DecodeRow(*whole)
         budget.decode_rows -= 1
         plan.decode.append(row)
     else:
@@ -251,7 +245,7 @@ def _settle_known(scheduler: SchedulerState, row: Row, tokens: Sequence[int], em
         del progress.unsettled[0]
         if row.num_tokens:
             progress.num_computed += row.num_tokens
-            progress.state.advance_chunk(row.access, progress.num_computed)
+            progress.state.advance_chunk(row.access)
     elif row.fate is ResultDisposition.DROPPED or request.status is not Status.WAITING:
         return
     if not row.sample:

@@ -157,10 +157,16 @@ class PlannedRow:
     sample: bool
     """Whether the row emits tokens. If not, it feeds prompt tokens, and more follow."""
     is_prefill: bool
-    """A part of a prompt, or of tokens whose state a preemption discarded. It is published when it is dispatched."""
+    """A part of a prompt, or of tokens whose state a preemption discarded. It is published when it is dispatched. Any
+    other row continues on the device, with the device's own length, state, last token and drafts."""
     step: int
     """Of the plan."""
     fate: ResultDisposition = field(kw_only=True, default=ResultDisposition.LIVE)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens to feed, as far as the host knows them: none of a row that continues on the device."""
+        return self.request.tokens[self.length : self.end] if self.is_prefill else []
 
     @property
     def certain(self) -> int:
@@ -268,8 +274,6 @@ class Request:
     it until then."""
     max_total: int = field(init=False, default=0)
     """Maximum number of tokens of the sequence."""
-    draft_tokens: Sequence[int] | None = field(init=False, default=None)
-    """Drafts made on the host for the next step (a lockstep request only)."""
     draft_acceptance: float | None = field(init=False, default=None)
     """For the draft policy: recent acceptance rate of drafts; None before the first draft."""
     queueing: Queueing = field(init=False, default_factory=Queueing)

@@ -13,7 +13,6 @@ from mamba_jax.sampling.masks import MaskBatch
 from mamba_jax.sampling.table import sampling_row
 from mamba_jax.sharding.axis import shares_of
 from serving.core.cache.retention import RetentionPolicy
-from serving.core.cache.row_forms import ReplayAccess
 from serving.core.config import SchedulerConfig
 from serving.core.planning.plan import DecodeRow, PrefillRow
 from serving.engine.requests.sampling_params import SamplingParams
@@ -242,7 +241,7 @@ class BatchBuilder:
     def _fill_decode(self, batch: DecodeBatch, rows: Sequence[DecodeRow]) -> DecodeBatch:
         count, drafts = len(rows), batch.tokens.shape[1] - 1
         numbers = np.array(
-            [(r.row_id, r.length, r.access.read, r.num_tokens, r.num_drafts, r.continues, r.sample) for r in rows],
+            [(r.row_id, r.length, r.access.read, r.num_tokens, r.num_drafts, not r.is_prefill, r.sample) for r in rows],
             np.int32,
         )
         columns = (batch.row_id, batch.length, batch.read_slot, batch.num_tokens, batch.num_drafts, batch.continues)
@@ -251,13 +250,13 @@ class BatchBuilder:
         if drafts:
             batch.tokens[:] = -1  # a draft that the host has not filled in is rejected
             for i, row in enumerate(rows):
-                batch.tokens[i, : len(row.tokens)] = row.tokens
+                if row.is_prefill:
+                    batch.tokens[i, : row.num_tokens] = row.tokens
         else:
-            batch.tokens[:count, 0] = [r.tokens[0] if r.tokens else 0 for r in rows]
+            batch.tokens[:count, 0] = [r.tokens[0] if r.is_prefill and r.num_tokens else 0 for r in rows]
         if batch.anchor is not None:
-            # A row that only samples reads a state that covers all its tokens.
-            anchors = [r.access.anchor if isinstance(r.access, ReplayAccess) else r.length for r in rows]
-            batch.anchor[:count] = anchors
+            # A row that only samples reads a state that covers all its tokens. Others know their anchors.
+            batch.anchor[:count] = batch.length[:count]
         if drafts and batch.anchor is None:
             for i, row in enumerate(rows):
                 batch.write_slot[i, : len(row.access.writes)] = row.access.writes

@@ -8,7 +8,7 @@ from serving.core.cache.eviction_queue import ABSENT_SECONDS
 from serving.core.cache.retention import Mark, merged
 from serving.core.config import SchedulerConfig
 from serving.core.errors import FinishReason, RequestError
-from serving.core.planning.plan import DecodeRow, Row, StepPlan, StepResult
+from serving.core.planning.plan import Row, StepPlan, StepResult
 from serving.core.requests.drafts import AdaptiveDrafts, DraftPolicy
 from serving.core.requests.request import Request
 from serving.core.scheduler import Scheduler
@@ -192,15 +192,6 @@ class Run:
             expect(not scheduler.needs_settle_before_schedule() or scheduler.schedule() is None, "planned too early")
             self.settle()
         self.maybe_abort()
-        for request in scheduler.queues.running:
-            # Every other one goes on from what the device has drafted, as all others do.
-            by_host = request.lockstep and self.requests.index(request) % 2 == 0
-            if by_host and not request.progress.unsettled and len(request.output_token_ids):
-                truth = self.device.truth(request)
-                drafts = self.device.propose(truth, len(request.tokens)) if rng.random() < 0.8 else []
-                request.draft_tokens = drafts
-            else:
-                request.draft_tokens = None
         self._block()
         plan = scheduler.schedule()
         if plan is None and any(request.blocked for request in self.requests):
@@ -252,7 +243,7 @@ class Run:
 
     def _check_proposals(self, row: Row) -> None:
         """A row in lockstep must verify what the host knows of, however many steps it has sat out."""
-        if row.request.lockstep and isinstance(row, DecodeRow) and row.continues and row.num_drafts:
+        if row.request.lockstep and row.num_drafts:
             mine = self.device.rows[row.row_id].drafts
             expect(self.told.get(row.request) == mine, "masks are written along other drafts than are verified", row)
             self.coverage["drafts under masks"] += 1

@@ -155,14 +155,14 @@ class Device:
         own, request = self.rows[row.row_id], row.request
         live = not request.finished
         expect(not live or own.owner is request, "the row id was never given to this request", row)
-        if isinstance(row, DecodeRow) and row.continues:
+        if not row.is_prefill:
             start, read, anchor = own.length, own.slot, own.anchor
             tokens: Sequence[int] = [own.last_token, *own.drafts[: row.num_drafts]]
             expect(len(tokens) == row.num_tokens, "the device has fewer drafts than the plan", row)
             expect(0 <= row.length - start <= self.config.num_speculative_tokens, "length is off", row, start)
         else:
             start, read, tokens = row.length, row.access.read, list(row.tokens)
-            anchor = row.access.anchor if isinstance(row.access, ReplayAccess) else start
+            anchor = start
             expect(len(tokens) == row.num_tokens, "tokens are missing", row)
         truth = self.truth(request)
         truth.reach(start + row.num_tokens + 1)

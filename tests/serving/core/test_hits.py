@@ -25,7 +25,7 @@ def test_repeated_prompt_computes_nothing(mode: str, pages: int, prompt: list[in
     assert again.lookup.num_cached_tokens == len(prompt)
     assert again.lookup.miss_reason is None
     (row,) = loop.plans[0].decode
-    assert (row.num_tokens, row.access.writes, row.sample, row.continues) == (0, (), True, False)
+    assert (row.num_tokens, row.access.writes, row.sample, row.is_prefill) == (0, (), True, True)
     assert loop.scheduler.stats()["full_hits"] == 1
 
 

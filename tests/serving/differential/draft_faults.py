@@ -204,7 +204,7 @@ def alternatives_of_the_first_head(sound, output, rows, **rest):
 @filling("decode")
 def planned_slot(self, batch, rows):
     for i, row in enumerate(rows):
-        if row.continues and not row.num_drafts:
+        if not row.is_prefill and not row.num_drafts:
             batch.continues[i] = False
             batch.tokens[i, 0] = row.request.tokens[-1]
             batch.read_slot[i] = row.access.writes[0]

@@ -29,11 +29,12 @@ def config(**settings):
 
 
 def decode_row(row_id, pages, **fields):
+    tokens = fields.pop("tokens", [9])
     given = {
-        "request": Request(f"r{row_id}", [1, 2]), "row_id": row_id, "continues": False, "tokens": [9], "length": 7,
-        "num_tokens": 1, "num_drafts": 0, "access": StateAccess(3, fields.pop("writes", [4])),
+        "request": Request(f"r{row_id}", [*range(7), *tokens]), "row_id": row_id, "length": 7,
+        "num_tokens": len(tokens), "num_drafts": 0, "access": StateAccess(3, fields.pop("writes", [4])),
         "pages": PageTable(pages),
-        "page_copy": None, "sample": True, "is_prefill": False, "step": 1,
+        "page_copy": None, "sample": True, "is_prefill": True, "step": 1,
     }  # fmt: skip
     return DecodeRow(**(given | fields))
 
@@ -79,12 +80,12 @@ def test_accelerators_have_few_programs(coarse, programs):
 
 def test_decode_rows_and_padding():
     batches = BatchBuilder(config())
-    first = batches.decode([decode_row(2, [7, 8]), decode_row(5, [9], continues=True, tokens=[], num_tokens=1)])
+    first = batches.decode([decode_row(2, [7, 8]), decode_row(5, [9], is_prefill=False)])
     assert first.row_id.tolist() == [2, 5, 0, 0]
     assert first.continues.tolist() == [False, True, False, False]
     assert first.tokens[:, 0].tolist() == [9, 0, 0, 0]
     assert first.write_slot[:, 0].tolist() == [4, 4, 0, 0]
-    second = batches.decode([decode_row(2, [7, 8, 11], page_copy=(8, 12), num_tokens=0, writes=[], tokens=[])])
+    second = batches.decode([decode_row(2, [7, 8, 11], page_copy=(8, 12), writes=[], tokens=[])])
     assert second.row_id.tolist() == [2]
     assert second.page_copy.tolist() == [[8, 12]]
     third = batches.decode([decode_row(2, [1]), decode_row(3, [2]), decode_row(4, [3])])
@@ -96,10 +97,10 @@ def test_decode_rows_and_padding():
 
 def test_drafts_are_wide_rows():
     batches = BatchBuilder(config(num_speculative_tokens=2))
-    drafting = decode_row(1, [1], tokens=[5], num_tokens=3, num_drafts=2, writes=[4, 5, 6])
-    tail = decode_row(2, [2], tokens=[5, 6], num_tokens=2, writes=[0, 7])
+    drafting = decode_row(1, [1], is_prefill=False, num_tokens=3, num_drafts=2, writes=[4, 5, 6])
+    tail = decode_row(2, [2], tokens=[5, 6], writes=[0, 7])
     batch = batches.decode([drafting, tail])
-    assert batch.tokens.tolist()[:2] == [[5, -1, -1], [5, 6, -1]]
+    assert batch.tokens.tolist()[:2] == [[-1, -1, -1], [5, 6, -1]]
     assert batch.write_slot.tolist()[:2] == [[4, 5, 6], [0, 7, 0]]
     assert batch.num_drafts.tolist()[:2] == [2, 0]
     assert not batch.write_slot[2:].any()
@@ -107,10 +108,10 @@ def test_drafts_are_wide_rows():
 
 def test_steps_without_drafts_are_narrow_where_that_is_wanted():
     batches = BatchBuilder(config(num_speculative_tokens=2), narrow_steps=True)
-    plain = decode_row(1, [1], tokens=[5], num_tokens=1, writes=[4])
-    nothing_fed = decode_row(2, [2], tokens=[], num_tokens=0, writes=[])
-    drafting = decode_row(3, [3], tokens=[6], num_tokens=2, num_drafts=1, writes=[5, 6])
-    tail = decode_row(4, [4], tokens=[5, 6], num_tokens=2, writes=[0, 7])
+    plain = decode_row(1, [1], tokens=[5], writes=[4])
+    nothing_fed = decode_row(2, [2], tokens=[], writes=[])
+    drafting = decode_row(3, [3], is_prefill=False, num_tokens=2, num_drafts=1, writes=[5, 6])
+    tail = decode_row(4, [4], tokens=[5, 6], writes=[0, 7])
     narrow = batches.decode([plain, nothing_fed])
     assert narrow.tokens.shape[1] == narrow.write_slot.shape[1] == 1
     assert narrow.write_slot[:2, 0].tolist() == [4, 0]

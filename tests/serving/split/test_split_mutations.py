@@ -104,7 +104,7 @@ fault(16, seen_with=({"ssm_dtype": "bfloat16"}, "--ssm-dtype"))(
 @fault(17, Scheduler, "arrived", seen_with=("decode", "full"))
 def starts_afresh(whole, host, load):
     whole(host, load)
-    load.request.progress.state.advance_chunk(StateAccess(0, [0]), load.position)
+    load.request.progress.state.advance_chunk(StateAccess(0, [0]))
 
 
 @fault(18, programs, "_write_piece", seen_with=("mtp",), compiles="points")

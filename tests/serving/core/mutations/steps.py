@@ -49,7 +49,7 @@ def first_token_decodes(whole, host, request, step, *rest, **more):
     if isinstance(row, PrefillRow) and row.length == 0 and row.num_tokens == 1:
         step.remove(row)
         fields = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
-        new = DecodeRow(**fields, continues=False, tokens=row.tokens)
+        new = DecodeRow(**fields)
         request.progress.unsettled[-1] = new
         step.decode.append(new)
         step.effects.append(new)
@@ -244,7 +244,7 @@ def anchor_let_go(whole, self, *step):
 def written_over_with_drafts(whole, self, count, *rest):
     access = whole(self, count, *rest)
     if access is not None and access.room < count:
-        return ReplayAccess(access.read, access.anchor, count, access.writes[0], access.reaches)
+        return ReplayAccess(count, access.writes[0], access.reaches)
     return access
 
 
@@ -287,8 +287,6 @@ mutation(58, RetentionPolicy, "stops")(lambda whole, self, length, hit, matched,
 mutation(64, rows, "_fits_decode_row")(lambda _, host, request, start, n: start > 0 and n <= host.cache.width)
 mutation(66, RowReplay, "trim")(lambda whole, self, after: whole(self, None))
 mutation(71, RowReplay, "advance")(lambda whole, self, access, before, kept: whole(self, access, before, access.room))
-mutation(72, RowReplay, "resume_from")(lambda whole, self, slot, at: whole(self, slot, at - at % self._interval))
 mutation(76, RowReplay, "reserve_decode")(lambda whole, self, n, least, _, *rest: whole(self, n, least, least, *rest))
-mutation(77, RowReplay, "advance_chunk")(lambda whole, self, access, position: whole(self, access, self._position))
 mutation(78, RowReplay, "trim")(lambda whole, self, after: None)
 mutation(79, RowReplay, "advance")(lambda whole, self, access, before, kept: len(self._own) > 1)
