@@ -21,7 +21,7 @@ from serving.engine.requests.output import PromptScores, RequestMetrics, Request
 from serving.engine.requests.request import Choice, EngineRequest, Prompt, UserRequest, check_params, read_prompt
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.steps.loop import PlanError, StepLoop
-from serving.engine.steps.row_values import StepTokens
+from serving.engine.steps.results import DispatchedStep
 from serving.engine.structured.grammars import Grammars
 from serving.engine.structured.mask_workers import FollowedChoice
 from serving.engine.structured.reasoning import constraint_of
@@ -205,7 +205,7 @@ class Engine:
     def close(self) -> None:
         """Ends every request and writes pending states to the disk tier. The engine cannot be used afterwards."""
         self.abort_all()
-        self.loop.inputs.mask_workers.close()
+        self.loop.mask_workers.close()
         if self.grammars is not None:
             self.grammars.close()
         self.loop.close()
@@ -229,7 +229,7 @@ class Engine:
                 self.fail(request.user.parent.output.request_id, str(error))
             settled = None
         self._settle(settled)
-        for request, reason, refused in self.loop.inputs.mask_workers.pop_refused():
+        for request, reason, refused in self.loop.mask_workers.pop_refused():
             self.fail(request.user.parent.output.request_id, reason, refused=refused)
         # Return everything that ended during this step: there may be no next step.
         changed, self._changed = self._changed, {}
@@ -240,7 +240,7 @@ class Engine:
         """Settles the step in flight without dispatching another. The next `step` returns the changed outputs."""
         self._settle(self.loop.drain())
 
-    def _settle(self, settled: StepTokens | None) -> None:
+    def _settle(self, settled: DispatchedStep | None) -> None:
         if settled is None:
             return
         begin = time.perf_counter()
@@ -253,11 +253,11 @@ class Engine:
             reason = "the model's logits are not finite numbers, because of an overflow or of wrong weights"
             self.fail(parent.output.request_id, reason)
         settled.add_prompt_logprobs()
-        if (lines := settled.decode) is not None:
-            for row, drafted, tokens in zip(settled.plan.decode, lines.drafted, lines.tokens, strict=False):
-                output = row.request.user.parent.output
-                if drafted and output.metrics is not None and not output.finished:
-                    output.metrics.drafts.add([drafted], tokens[None])
+        lines = settled.decode
+        for row, drafted, tokens in zip(lines.rows, lines.drafted, lines.tokens, strict=False):
+            output = row.request.user.parent.output
+            if drafted and output.metrics is not None and not output.finished:
+                output.metrics.drafts.add([drafted], tokens[None])
         for emitted in settled.emitted:
             parent = self._take(settled, emitted, now)
             if parent is not None:
@@ -306,14 +306,14 @@ class Engine:
         request.user = choice = Choice(parent, index, stream, seed=seed, followed=followed)
         self.loop.scheduler.add(request)
         if followed is not None:
-            self.loop.inputs.mask_workers.submit(request, followed, ())
+            self.loop.mask_workers.submit(request, followed, ())
         parent.members.append(request)
         parent.choices.append(choice)
         output.outputs.append(choice.output)
 
     # -- taking results --
 
-    def _take(self, settled: StepTokens, emitted: RowResult, now: float) -> UserRequest | None:
+    def _take(self, settled: DispatchedStep, emitted: RowResult, now: float) -> UserRequest | None:
         request = emitted.request
         choice: Choice = request.user
         parent = choice.parent
@@ -347,7 +347,7 @@ class Engine:
         elif parent.given.live:
             choice.refresh()
         if followed is not None and not request.finished:
-            self.loop.inputs.mask_workers.submit(request, followed, choice.proposed)
+            self.loop.mask_workers.submit(request, followed, choice.proposed)
         metrics = output.metrics
         if metrics is not None and metrics.first_token_time is None and emitted.tokens:
             metrics.first_token_time = now

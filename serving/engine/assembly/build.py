@@ -52,7 +52,6 @@ from serving.engine.engine import Engine
 from serving.engine.requests.adapters import AdapterNames, AdapterTable
 from serving.engine.requests.initial_states import InitialStates
 from serving.engine.steps.loop import StepLoop
-from serving.engine.steps.row_values import RowInputs
 from serving.engine.steps.warm_up import warm_up
 from serving.engine.structured.grammars import Grammars
 from serving.state_transfer.identity import model_digest
@@ -310,7 +309,6 @@ class _Assembly:
             ),
             programs,
             batches,
-            RowInputs(batches, vocab_size=model.config.vocab_size, masks=masks),
             make_store=make_store,
             make_rows=make_rows,
         )

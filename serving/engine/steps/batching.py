@@ -134,7 +134,7 @@ class BatchBuilder:
         save nothing, and the code of each program takes device memory.
         `adapters`: rows may have LoRA adapters.
         """
-        self._config, self._masks, self._adapters = config, masks, adapters
+        self._config, self.masked, self._adapters = config, masks, adapters
         self._most_states = RetentionPolicy(config).most_states
         self._seats_bring_tokens = seats_bring_tokens
         self._drafts = config.num_speculative_tokens
@@ -170,7 +170,7 @@ class BatchBuilder:
         """
         for params in (SamplingParams(), SamplingParams(presence_penalty=1.0)):
             yield self.seat(0, params, seed=0, choice=0, prompt=(), output=(), stop_ids=(), vocab_size=vocab_size)
-        if self._masks:
+        if self.masked:
             yield self._empty_masks(vocab_size)
         if self._pages_per_row:
             yield PageTableBatch.empty(pages_per_row=self._pages_per_row)
@@ -193,7 +193,7 @@ class BatchBuilder:
     @property
     def num_essential(self) -> int:
         """Number of first batches of `warm_up_batches` that suffice for every step: the widest of each kind."""
-        return 4 + self._masks + bool(self._pages_per_row)
+        return 4 + self.masked + bool(self._pages_per_row)
 
     def use_only(self, batches: Iterable[AnyBatch]) -> None:
         """Restricts later batches to these shapes, because the programs for other shapes are not compiled yet."""

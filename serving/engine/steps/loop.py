@@ -5,24 +5,27 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 
 from checkpoints.errors import one_line
-from mamba_jax.batch import DecodeBatch, MixedBatch, PrefillBatch, StepOutput
+from mamba_jax.batch import DecodeBatch, MixedBatch, PrefillBatch, SeatBatch
 from mamba_jax.programs import Batch, RowsBatch, StepPrograms, abstract
 from mamba_jax.rows import Rows
+from mamba_jax.sampling.masks import MaskBatch
 from mamba_jax.store import Store
-from serving.core.planning.plan import DecodeRow, StepPlan, StepResult
+from serving.core.planning.plan import DecodeRow, StepPlan
 from serving.core.requests.request import Request
 from serving.core.scheduler import Scheduler
+from serving.engine.requests.request import Choice
 from serving.engine.stats import LoopStats
 from serving.engine.steps.batching import BatchBuilder
-from serving.engine.steps.row_values import RowInputs, StateError, StepTokens, not_finite, read_results, start_reading
-from serving.state_transfer.source import StateSource
+from serving.engine.steps.results import DispatchedStep, StateError
+from serving.engine.structured.mask_workers import MaskWorkers
+from serving.state_transfer.source import Inbox, StateSource
 
 log = logging.getLogger(__name__)
 
@@ -39,19 +42,6 @@ class PlanError(RuntimeError):
     def __init__(self, message: str, requests: Sequence[Request]) -> None:
         super().__init__(message)
         self.requests = list(requests)
-
-
-@dataclass
-class _Flight:
-    """A dispatched step with its own outputs, so that late results are never matched with another batch."""
-
-    plan: StepPlan
-    dispatched: float
-    """Time of the dispatch, by `perf_counter`."""
-    compiled: int
-    """Number of programs compiled before the dispatch."""
-    decode: StepOutput | None
-    prefill: StepOutput | None
 
 
 class Followers(Protocol):
@@ -75,7 +65,6 @@ class StepLoop:
         scheduler: plans each step.
         programs: the compiled steps.
         batches: converts plans to arrays.
-        inputs: converts requests to arrays.
         make_store, make_rows: create an empty store and empty seats; called at start and after a failed step.
     """
 
@@ -84,25 +73,26 @@ class StepLoop:
         scheduler: Scheduler,
         programs: StepPrograms,
         batches: BatchBuilder,
-        inputs: RowInputs,
         *,
         make_store: Callable[[], Store],
         make_rows: Callable[[], Rows],
     ) -> None:
-        self.scheduler, self.programs, self.batches, self.inputs = scheduler, programs, batches, inputs
+        self.scheduler, self.programs, self.batches = scheduler, programs, batches
         self.stats = LoopStats()
         self.fault: Callable[[StepPlan], None] | None = None
         """For tests: called after a step's programs are dispatched. It may raise the errors of a failing device."""
         self.sources: list[StateSource] = []
         """Sources of states that are not on this engine's device: other workers, and tiers below the device."""
-        self.inbox = inputs.inbox
+        self.inbox = Inbox()
+        """What other threads post to the engine's thread."""
+        self.mask_workers = MaskWorkers(batches.heads, self.inbox)
         self.followers: Followers | None = None
         """The other hosts; only set on the host that leads them."""
         self._make_store, self._make_rows = make_store, make_rows
         self._store: Store | None = make_store()
         self._rows: Rows | None = make_rows()
         self._checks_tags = self._store.tags is not None
-        self._flight: _Flight | None = None
+        self._flight: DispatchedStep | None = None
         self._settling = False
         self._failed_in_a_row = self._unplanned_in_a_row = 0
         self._last_read = 0.0
@@ -183,7 +173,7 @@ class StepLoop:
         assert self._store is not None
         return abstract(self._store), abstract(self._rows)
 
-    def step(self) -> StepTokens | None:
+    def step(self) -> DispatchedStep | None:
         """Dispatches the next step, then settles the previous one. Returns None if no step was settled.
 
         Raises:
@@ -193,11 +183,11 @@ class StepLoop:
         """
         return self._turn(self._plan)
 
-    def drain(self) -> StepTokens | None:
+    def drain(self) -> DispatchedStep | None:
         """Settles the step in flight, if there is one, without dispatching another. Raises the errors of `step`."""
         return self._turn(lambda: None)
 
-    def _turn(self, make_plan: Callable[[], StepPlan | None]) -> StepTokens | None:
+    def _turn(self, make_plan: Callable[[], StepPlan | None]) -> DispatchedStep | None:
         before, self._flight = self._flight, None
         self._settling = before is not None
         try:
@@ -207,9 +197,10 @@ class StepLoop:
                 self._flight = self._dispatch(plan)
             self._exchange()
             self._settling = False
-            settled = None if before is None else self._settle(before)
-            self._failed_in_a_row = 0 if settled else self._failed_in_a_row
-            return settled
+            if before is not None:
+                self._settle(before)
+                self._failed_in_a_row = 0
+            return before
         except PlanError:
             self._flight = before  # this step is still running and is not affected
             raise
@@ -237,11 +228,11 @@ class StepLoop:
 
     def _plan(self) -> StepPlan | None:
         begin = time.perf_counter()
-        self.inputs.mask_workers.collect()
+        self.mask_workers.collect()
         lockstep = self.scheduler.needs_settle_before_schedule()
         self.stats.lockstep_steps += lockstep
         plan = None if lockstep else self.scheduler.schedule()
-        if plan is None and not self._settling and self.inputs.mask_workers.collect(idle=True):
+        if plan is None and not self._settling and self.mask_workers.collect(idle=True):
             plan = self.scheduler.schedule()
         for source in self.sources:
             # States evicted for this plan stay intact in the store until the plan or an arrival is dispatched.
@@ -249,8 +240,9 @@ class StepLoop:
         self.stats.plan_seconds += time.perf_counter() - begin
         return plan
 
-    def _dispatch(self, plan: StepPlan) -> _Flight:
-        begin, compiled = time.perf_counter(), self.programs.compilations
+    def _dispatch(self, plan: StepPlan) -> DispatchedStep:
+        begin = time.perf_counter()
+        step = DispatchedStep(plan, begin, self.programs.compilations)
         try:
             batches = self._make_batches(plan)
         except Exception as error:
@@ -264,19 +256,16 @@ class StepLoop:
             raise PlanError(f"step {plan.step} could not be turned into arrays: {error}", guilty) from error
         self._unplanned_in_a_row = 0
         built = time.perf_counter()
-        decode: StepOutput | None = None
-        prefill: StepOutput | None = None
         for batch in batches:
             output = self.run(batch)
             if isinstance(batch, MixedBatch):
-                decode, prefill = output
+                step.outputs = list(output)
                 self.stats.mixed_steps += 1
             elif isinstance(batch, DecodeBatch):
-                decode = output
+                step.outputs[0] = output
             elif isinstance(batch, PrefillBatch):
-                prefill = output
-        start_reading(decode, plan.decode)
-        start_reading(prefill, plan.prefill)
+                step.outputs[1] = output
+        step.start_reading()
         self.stats.decode_rows += len(plan.decode)
         self.stats.prefill_tokens += sum(row.num_tokens for row in plan.prefill)
         if self.fault is not None:
@@ -288,13 +277,46 @@ class StepLoop:
         self.stats.steps += 1
         self.stats.dispatch_seconds += done - built
         self.stats.plan_seconds += built - begin + time.perf_counter() - done
-        return _Flight(plan, begin, compiled, decode, prefill)
+        return step
 
     def _make_batches(self, plan: StepPlan) -> list[Batch]:
         """Returns the batches of a plan in order: changes of seats, then one mixed batch, or one of each kind."""
-        seats = [self.inputs.seat(request) for request in plan.admitted]
+        seats = [self.seat(request) for request in plan.admitted]
         steps = self.batches.step(plan.decode, plan.prefill)
-        return [*seats, *self.batches.tables.take_whole(), *self.inputs.masks(plan), *steps]
+        return [*seats, *self.batches.tables.take_whole(), *self.masks(plan), *steps]
+
+    def seat(self, request: Request) -> SeatBatch:
+        """Returns the sampling parameters of a request that takes a seat."""
+        choice: Choice = request.user
+        metrics = choice.parent.output.metrics
+        if metrics is not None and metrics.first_scheduled_time is None:
+            metrics.first_scheduled_time = time.monotonic()
+        adapter = choice.parent.adapter
+        return self.batches.seat(
+            request.progress.row_id,
+            request.sampling,
+            seed=choice.seed,
+            choice=choice.index,
+            prompt=choice.parent.output.prompt_token_ids,
+            output=request.output_token_ids,
+            stop_ids=sorted(request.stop_token_ids),
+            vocab_size=self.programs.vocab_size,
+            adapter=0 if adapter is None else adapter.entry,
+        )
+
+    def masks(self, plan: StepPlan) -> Iterable[MaskBatch]:
+        """Returns the masks of tokens that rows with a grammar may choose, at each position that the step verifies.
+
+        Such rows run in lockstep: their last step has settled, and masks for all its drafts are computed. This method
+        reads nothing from the device, which may be busy with a step without these rows.
+        """
+        masks: dict[int, np.ndarray] = {}
+        for row in plan.rows if self.batches.masked else ():
+            followed = row.request.user.followed
+            if followed is not None and row.sample:
+                assert followed.masks is not None, "a row whose mask is not ready has been planned"
+                masks[row.row_id] = followed.masks
+        return self.batches.masks(masks, self.programs.vocab_size)
 
     def _guilty(self, plan: StepPlan) -> list[Request]:
         """Returns the requests of a plan that cannot be converted to arrays even without other requests."""
@@ -312,33 +334,19 @@ class StepLoop:
                 guilty.append(row.request)
         return guilty
 
-    def _settle(self, flight: _Flight) -> StepTokens:
-        plan = flight.plan
+    def _settle(self, step: DispatchedStep) -> None:
         begin = time.perf_counter()
-        decode = read_results(flight.decode, plan.decode, check_tags=self._checks_tags)
-        prefill = read_results(flight.prefill, plan.prefill, check_tags=self._checks_tags)
-        self.inputs.take_proposals(plan.decode, decode)
-        self.inputs.take_proposals(plan.prefill, prefill)
+        step.read(check_tags=self._checks_tags)
         read = time.perf_counter()
         self.stats.wait_seconds += read - begin
-        if self.programs.compilations == flight.compiled:
+        if self.programs.compilations == step.compiled:
             # The device started this step when it was dispatched, or when the previous step ended.
-            self.scheduler.observe(plan, read - max(flight.dispatched, self._last_read))
+            self.scheduler.observe(step.plan, read - max(step.begun, self._last_read))
         self._last_read = read
-        if decode is not None and decode.drafted:
-            self.stats.drafts.add(decode.drafted, decode.tokens)
-        broken = [*not_finite(decode, plan.decode), *not_finite(prefill, plan.prefill)]
-        for request in broken:
-            self.stats.not_finite += 1
-            self.scheduler.discard(request.request_id)
-        result = StepResult(
-            decode=decode.emitted(len(plan.decode)) if decode else [],
-            prefill=prefill.emitted(len(plan.prefill)) if prefill else [],
-            drafted=decode.drafted if decode else [],
-        )
-        settled = StepTokens(self.scheduler.settle(plan, result), plan, decode, prefill, broken)
+        self.stats.drafts.add(step.decode.drafted, step.decode.tokens)
+        step.settle(self.scheduler)
+        self.stats.not_finite += len(step.not_finite)
         self.stats.settle_seconds += time.perf_counter() - read
-        return settled
 
     def _forget(self) -> None:
         """Discards the donated store, which is lost. The next step starts with an empty store and computes running

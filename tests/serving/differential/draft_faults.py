@@ -18,7 +18,7 @@ from mamba_jax.drafts import mtp
 from mamba_jax.layout.decode import ReplayLayout
 from mamba_jax.sampling import draw_tokens, logits
 from mamba_jax.store import Replay
-from serving.engine.steps import loop
+from serving.engine.steps import results
 from serving.engine.steps.batching import BatchBuilder
 from tests.serving.core.mutations.registry import replacing
 from tests.serving.differential.faults import CONVOLUTION, DRAFTS, REPLAY, Patch, filling, in_step
@@ -191,10 +191,10 @@ def tails_are_padded(self, batch, rows):
 fault(32, BatchBuilder, "seat")(lambda sound, self, *row, output, **rest: sound(self, *row, output=(), **rest))
 
 
-@fault(33, loop, "read_results")
+@fault(33, results, "read_results")
 def alternatives_of_the_first_head(sound, output, rows, **rest):
     lines = sound(output, rows, **rest)
-    if lines is not None and lines.top_ids is not None:
+    if lines.top_ids is not None:
         lines.top_ids = np.broadcast_to(lines.top_ids[:, :1], lines.top_ids.shape)
         lines.top_logprobs = np.broadcast_to(lines.top_logprobs[:, :1], lines.top_logprobs.shape)
     return lines

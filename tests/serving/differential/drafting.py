@@ -151,7 +151,7 @@ class Drafters:
             engine = self.on.engine(mode, programs=programs, **(sizes | flags))
         loop = engine.loop
         policy = loop.scheduler.drafts.wanted
-        seat_batch, rngs = loop.inputs.seat, {name: random.Random(each.seed) for name, each in drafting.items()}
+        seat_batch, rngs = loop.seat, {name: random.Random(each.seed) for name, each in drafting.items()}
 
         def with_script(request: Request):
             batch = seat_batch(request)
@@ -166,7 +166,7 @@ class Drafters:
                 return policy(request)
             return rngs[asked(request)].randrange(self.most + 1) if count is None else min(count, self.most)
 
-        loop.inputs.seat = with_script
+        loop.seat = with_script
         loop.scheduler.drafts.wanted = wanted
         return engine
 

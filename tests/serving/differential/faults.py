@@ -29,7 +29,7 @@ from serving.engine.requests.adapters import AdapterTable
 from serving.engine.requests.initial_states import InitialStates
 from serving.engine.steps.batching import BatchBuilder
 from serving.engine.steps.page_tables import PageTables
-from serving.engine.steps.row_values import RowInputs
+from serving.engine.steps.results import HostOutput
 from tests.serving.core.mutations.registry import Fault, Patch, mutation, replacing
 from tests.serving.core.mutations.steps import no_sitting_out
 
@@ -251,19 +251,19 @@ structured_fault = functools.partial(fault, table=STRUCTURED)
 structured_fault(53)(no_sitting_out)
 
 
-@structured_fault(54, RowInputs, "take_proposals")
-def stale_proposals(sound, self, rows, lines):
-    before = [(row.request.user, row.request.user.proposed) for row in rows]
-    sound(self, rows, lines)
+@structured_fault(54, HostOutput, "take_proposals")
+def stale_proposals(sound, self):
+    before = [(row.request.user, row.request.user.proposed) for row in self.rows]
+    sound(self)
     for member, proposed in before:
         member.proposed = proposed or member.proposed
 
 
-@structured_fault(55, RowInputs, "take_proposals")
-def proposals_of_a_neighbor(sound, self, rows, lines):
-    if lines is not None and lines.proposed is not None:
-        lines.proposed = np.roll(lines.proposed, 1, axis=0)
-    sound(self, rows, lines)
+@structured_fault(55, HostOutput, "take_proposals")
+def proposals_of_a_neighbor(sound, self):
+    if self.proposed is not None:
+        self.proposed = np.roll(self.proposed, 1, axis=0)
+    sound(self)
 
 
 # -- rows with adapters: scopes of keys, entries of LoRA matrices, and initial states --

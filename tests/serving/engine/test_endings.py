@@ -28,7 +28,7 @@ def test_a_row_that_has_no_arrays_ends_its_own_request(harness, monkeypatch, kin
         return any(getattr(row, "request", row).request_id == "bad" for row in rows)
 
     loop = engine.loop
-    owner = loop.batches if kind == "decode" else loop.inputs
+    owner = loop.batches if kind == "decode" else loop
     sound = getattr(owner, kind)
 
     def broken(rows, *rest):

@@ -12,7 +12,7 @@ from serving.core.cache.row_state import StateAccess
 from serving.core.planning import admission
 from serving.core.requests.request import RemoteLoad
 from serving.core.scheduler import Scheduler
-from serving.engine.steps.row_values import StateError
+from serving.engine.steps.results import StateError
 from serving.split import decode_side, prefill_side, worker
 from serving.split.wire import Manifest
 from serving.state_transfer import programs
