@@ -279,8 +279,7 @@ class Engine:
         stream = None
         if params.detokenize and self.tokenizer is not None:
             stream = self.tokenizer.stream(skip_special_tokens=params.skip_special_tokens)
-        rules = self.grammars, self.tokenizer, self.vocab_size, self.eos_token_ids
-        constraint = constraint_of(params.structured_outputs, params.reasoning, *rules)
+        constraint = constraint_of(params.structured_outputs, params.reasoning, self.grammars)
         room = self.max_model_len - len(output.prompt_token_ids)
         request = Request(
             output.request_id if index == 0 else f"{output.request_id}#{index}",

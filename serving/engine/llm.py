@@ -27,7 +27,7 @@ from serving.engine.control import PauseMode, WeightsChecksum
 from serving.engine.engine import Engine
 from serving.engine.replicas import ReplicaGroup
 from serving.engine.requests.adapters import LoRARequest
-from serving.engine.requests.conversations import encode_marked
+from serving.engine.requests.conversations import Messages, encode_marked
 from serving.engine.requests.output import PromptScores, RequestOutput, with_texts
 from serving.engine.requests.request import EngineRequest, Prompt, read_marks
 from serving.engine.requests.sampling_params import SamplingParams, recommended_sampling
@@ -35,7 +35,6 @@ from serving.vllm.flags import engine_flags
 
 log = logging.getLogger(__name__)
 
-Messages = Sequence[Mapping[str, Any]]
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -165,11 +165,6 @@ class EngineDesign:
         return self.model if self._stores_draft_kv else dataclasses.replace(self.model, mtp_pattern="")
 
     @property
-    def store_shape(self) -> StoreShape:
-        """The shape of the state over all devices of a replica."""
-        return self.partition.store_shape(StoreShape.of(self.stored))
-
-    @property
     def device_shape(self) -> StoreShape:
         """The shape of the state on one device."""
         routed_experts = self.config.enable_return_routed_experts

@@ -28,9 +28,7 @@ def check_fits(what: str, num_bytes: int, advice: str, *, devices: Iterable[jax.
     Raises:
         ConfigError: it is larger than the free memory.
     """
-    found = list(devices or jax.local_devices()[:1])
-    stats = [device.memory_stats() if device.platform != "cpu" else None for device in found]
-    limits = [each["bytes_limit"] - each.get("bytes_in_use", 0) for each in stats if each and "bytes_limit" in each]
+    limits = [limit - used for limit, used in _limits(list(devices or jax.local_devices()[:1]))]
     free = len(limits) * min(limits) if limits else available_ram()
     if num_bytes > free:
         raise ConfigError(f"{what} need {show_bytes(num_bytes)} but only {show_bytes(free)} is free; {advice}")
@@ -44,11 +42,9 @@ def store_memory(config: EngineConfig, *, workspace: int, devices: Iterable[jax.
         ConfigError: no memory is left.
     """
     found = list(devices or jax.local_devices()[:1])
-    stats = [device.memory_stats() if device.platform != "cpu" else None for device in found]
-    limits = [each for each in stats if each and "bytes_limit" in each]
-    if limits:
+    if limits := _limits(found):
         share = usable_share(found[0].platform, config.memory_utilization)
-        free = min(int(s["bytes_limit"] * share) - s.get("bytes_in_use", 0) for s in limits)
+        free = min(int(limit * share) - used for limit, used in limits)
         free -= workspace + config.reserved_bytes
     elif any(device.platform == "gpu" for device in found):
         raise ConfigError(
@@ -66,6 +62,12 @@ def store_memory(config: EngineConfig, *, workspace: int, devices: Iterable[jax.
             f"the weights are loaded and a step needs {show_bytes(workspace)}{reserved}"
         )
     return free
+
+
+def _limits(devices: list[jax.Device]) -> list[tuple[int, int]]:
+    """The limit and the bytes in use of each device that has memory of its own and says how much."""
+    stats = [device.memory_stats() if device.platform != "cpu" else None for device in devices]
+    return [(each["bytes_limit"], each.get("bytes_in_use", 0)) for each in stats if each and "bytes_limit" in each]
 
 
 def available_ram() -> int:

@@ -47,8 +47,6 @@ _FLAGS = (
     "tile_size", "num_speculative_tokens", "replay_interval", "max_num_seqs",
     "context_parallel_size",
 )  # fmt: skip
-Verdicts = Mapping[str, str]
-"""Why a kernel is not used, by "operation implementation"; empty for one that passed."""
 
 
 def checks_kernels(config: EngineConfig) -> bool:
@@ -100,7 +98,8 @@ def run_child(
     starting: float = STARTING,
     running: float = RUNNING,
 ) -> dict[str, str] | None:
-    """Runs the check in child processes; returns the verdicts, or None if a child could not begin.
+    """Runs the check in child processes. Returns why each kernel is not used, by "operation implementation", empty for
+    one that passed; None if a child could not begin.
 
     A child prints `compile NAME` and `compiled NAME` around each compilation, `ready` after the last one, `run NAME`
     before each kernel and `done NAME WHY` after it, and `end`. A child that crashes or is silent for too long is

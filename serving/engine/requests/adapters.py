@@ -183,18 +183,10 @@ class AdapterTable:
             return
         raise CheckpointError(f"{path} {needs}")
 
-    def put(self, name: str, path: str | Path, adapter: ReadAdapter) -> LoadedAdapter:
-        """Loads an adapter, and replaces one with the same name. Requests that use the old one keep it until they end.
-
-        If no entry is empty, the least recently used adapter without unfinished requests is removed.
-
-        Raises:
-            RequestError: all entries are in use. The table is unchanged.
-        """
-        return self.commit(self.reserve(name, path, adapter))
-
     def reserve(self, name: str, path: str | Path, adapter: ReadAdapter) -> Reservation:
         """Takes the entries that an adapter needs. Nothing is written yet.
+
+        If no entry is empty, the least recently used adapter without unfinished requests is removed.
 
         Raises:
             RequestError: all entries are in use. The table is unchanged.
@@ -217,7 +209,8 @@ class AdapterTable:
         return made
 
     def commit(self, reserved: Reservation) -> LoadedAdapter:
-        """Writes an adapter into its reserved entries. Requests can name it from now on."""
+        """Writes an adapter into its reserved entries, and replaces one with the same name. Requests can name it from
+        now on; those that use the old one keep it until they end."""
         adapter, found = reserved.adapter, reserved.loading
         try:
             if found.entry:
@@ -268,7 +261,7 @@ class AdapterTable:
             content: what its files have, if they have been read.
         Raises:
             AdapterNotRead: `content` is needed.
-            RequestError: see `read` and `put`.
+            RequestError: see `read` and `reserve`.
         """
         found, expected = self.find(request), self.names.digest(request)
         if found is None:
@@ -280,7 +273,7 @@ class AdapterTable:
                 raise RequestError(
                     f"adapter {name!r}: the files in {path} have changed since it was loaded; load the adapter again"
                 )
-            found = self.put(name, path, content)
+            found = self.commit(self.reserve(name, path, content))
         found.users += 1
         found.last_use = next(self._uses)
         return found

@@ -65,6 +65,13 @@ def form_of(kind: str, value: Any) -> str:
     return form
 
 
+def vocabulary_of(settings: dict[str, Any]) -> llguidance.LLTokenizer:
+    """Returns the vocabulary that the first message describes."""
+    return llguidance.LLTokenizer(
+        settings["tokenizer"], n_vocab=settings["vocab_size"], eos_token=settings["eos_token_ids"]
+    )
+
+
 def compiled(vocabulary: llguidance.LLTokenizer, form: str) -> llguidance.LLMatcher:
     """Compiles a grammar and its first mask. Raises ValueError if the grammar is invalid or too complex."""
     matcher = llguidance.LLMatcher(vocabulary, form, log_level=0, limits=limits())
@@ -127,9 +134,7 @@ def main() -> None:
     settings = json.loads(parent.recv_bytes())
     os.nice(10)
     try:
-        vocabulary = llguidance.LLTokenizer(
-            settings["tokenizer"], n_vocab=settings["vocab_size"], eos_token=settings["eos_token_ids"]
-        )
+        vocabulary = vocabulary_of(settings)
     except Exception as error:
         _send(parent, {"error": f"this model's tokenizer cannot be used: {one_line(error)}"})
         return

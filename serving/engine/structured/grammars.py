@@ -198,7 +198,7 @@ class Grammars:
         self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int], *, seconds: float = 10.0,
         users: int = 1,
     ) -> None:  # fmt: skip
-        self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, tuple(eos_token_ids)
+        self.tokenizer, self.vocab_size, self.eos_token_ids = tokenizer, vocab_size, tuple(eos_token_ids)
         self._lock, self._vocabulary_lock = threading.Lock(), threading.Lock()
         self._vocabulary: llguidance.LLTokenizer | None = None
         self._kept = FairLru[Grammar](_KEPT, _KEPT_BYTES)
@@ -211,28 +211,18 @@ class Grammars:
         """Returns a constraint at the beginning of an output. Waits for the trial of a new grammar.
 
         Raises:
-            RequestError: see `compile`.
+            RequestError: see `submit`.
         """
-        matcher = self.compile(outputs).matcher
-        return Constraint(matcher, mask_words(self._vocab_size), frozenset(self._eos))
-
-    def compile(self, outputs: StructuredOutputs) -> Grammar:
-        """Returns the grammar of an output's form; waits for its trial.
-
-        Raises:
-            RequestError: the grammar is invalid or too expensive to compile; or, with `retry`, too many other
-                compilations are pending.
-        """
-        return self.submit(outputs).result()
+        matcher = self.submit(outputs).result().matcher
+        return Constraint(matcher, mask_words(self.vocab_size), frozenset(self.eos_token_ids))
 
     def submit(self, outputs: StructuredOutputs, client: str | None = None) -> Future[Grammar]:
-        """Compiles a grammar like `compile`, without waiting; a cached grammar is available immediately. The trial
+        """Compiles a grammar, without waiting for its trial; a cached grammar is available immediately. The trial
         counts for `client`.
 
-        The future raises the errors of `compile`.
-
         Raises:
-            RequestError: the grammar was refused before, or too many other compilations are pending.
+            RequestError: the grammar was refused before; or, with `retry`, too many other compilations are pending.
+                The future also raises it, for a grammar that is invalid or too expensive to compile.
         """
         key = outputs.key
         with self._lock:
@@ -282,13 +272,12 @@ class Grammars:
         with self._vocabulary_lock:
             if self._vocabulary is None:
                 # Create the vocabulary when it is first needed, because a large one takes about a second.
-                given = self._settings()
-                self._vocabulary = llguidance.LLTokenizer(
-                    given["tokenizer"], n_vocab=given["vocab_size"], eos_token=given["eos_token_ids"]
-                )
+                self._vocabulary = grammar_trial.vocabulary_of(self._settings())
         return Grammar(grammar_trial.compiled(self._vocabulary, tried["form"]), tried["bytes"])
 
     def _settings(self) -> dict[str, Any]:
         return {
-            "tokenizer": self._tokenizer.to_json(), "vocab_size": self._vocab_size, "eos_token_ids": list(self._eos)
-        }  # fmt: skip
+            "tokenizer": self.tokenizer.to_json(),
+            "vocab_size": self.vocab_size,
+            "eos_token_ids": list(self.eos_token_ids),
+        }

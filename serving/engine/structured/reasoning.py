@@ -6,7 +6,7 @@ server finds the reasoning in the text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Annotated
@@ -15,7 +15,6 @@ import numpy as np
 from pydantic import Field, StrictBool, StrictStr
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from checkpoints.tokenizer import Tokenizer
 from mamba_jax.sampling.masks import mask_words
 from serving.core.errors import RequestError
 from serving.engine.structured.grammars import Constraint, Grammars, StructuredOutputs
@@ -67,25 +66,18 @@ class ReasoningConstraint:
     Args:
         reasoning: declares the reasoning.
         answer: the form of the answer; None for any.
-        tokenizer: the model's tokenizer.
-        words: number of 32-bit words of a mask.
-        eos_token_ids: forbidden within reasoning if the answer has a form.
+        grammars: those of the model. Their tokens that end a text are forbidden within reasoning if the answer has a
+            form.
     """
 
-    def __init__(
-        self,
-        reasoning: Reasoning,
-        answer: Constraint | None,
-        tokenizer: Tokenizer,
-        words: int,
-        eos_token_ids: frozenset[int],
-    ) -> None:
-        self._reasoning, self._answer, self._tokenizer, self._words = reasoning, answer, tokenizer, words
-        self._begin = tuple(tokenizer.encode(reasoning.begin, add_special_tokens=False))
-        self._end = tuple(tokenizer.encode(reasoning.end, add_special_tokens=False))
-        self._free = np.full(words, _ALL)
+    def __init__(self, reasoning: Reasoning, answer: Constraint | None, grammars: Grammars) -> None:
+        self._reasoning, self._answer, self._tokenizer = reasoning, answer, grammars.tokenizer
+        self._words = mask_words(grammars.vocab_size)
+        self._begin = tuple(self._tokenizer.encode(reasoning.begin, add_special_tokens=False))
+        self._end = tuple(self._tokenizer.encode(reasoning.end, add_special_tokens=False))
+        self._free = np.full(self._words, _ALL)
         if answer is not None:
-            for token in eos_token_ids:
+            for token in grammars.eos_token_ids:
                 self._free[token // 32] &= ~np.uint32(1 << token % 32)
         if reasoning.begun:
             self._place = self._reasoning_at(0)
@@ -187,24 +179,17 @@ class ReasoningConstraint:
 
 
 def constraint_of(
-    form: StructuredOutputs | None,
-    reasoning: Reasoning | None,
-    grammars: Grammars | None,
-    tokenizer: Tokenizer | None,
-    vocab_size: int,
-    eos_token_ids: Iterable[int],
+    form: StructuredOutputs | None, reasoning: Reasoning | None, grammars: Grammars | None
 ) -> Constraint | ReasoningConstraint | None:
     """Returns the constraint of one choice: a form, a budget for its reasoning, or both; None for neither.
 
     Raises:
-        RequestError: the model has no tokenizer, or grammars are disabled.
+        RequestError: there are no grammars: the model has no tokenizer, or they are disabled.
     """
     if form is None and (reasoning is None or reasoning.budget is None):
         return None
-    if grammars is None or tokenizer is None:
+    if grammars is None:
         what = "structured outputs need" if form is not None else "reasoning: a budget needs"
         raise RequestError(f"{what} a tokenizer, and the flag enable_structured_outputs")
     answer = None if form is None else grammars.start(form)
-    if reasoning is None:
-        return answer
-    return ReasoningConstraint(reasoning, answer, tokenizer, mask_words(vocab_size), frozenset(eos_token_ids))
+    return answer if reasoning is None else ReasoningConstraint(reasoning, answer, grammars)

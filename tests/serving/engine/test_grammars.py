@@ -98,16 +98,16 @@ def test_equal_grammars_are_compiled_once(grammars, monkeypatch):
 
 def test_a_grammar_stays_for_as_long_as_it_is_held(grammars, monkeypatch):
     monkeypatch.setattr("serving.engine.structured.grammars._KEPT", 1)
-    held = grammars.compile(StructuredOutputs(regex="held"))
-    grammars.compile(StructuredOutputs(regex="another"))
-    assert grammars.compile(StructuredOutputs(regex="held")) is held
+    held = grammars.submit(StructuredOutputs(regex="held")).result()
+    grammars.submit(StructuredOutputs(regex="another")).result()
+    assert grammars.submit(StructuredOutputs(regex="held")).result() is held
 
 
 @pytest.mark.full
 def test_known_and_small_grammars_do_not_wait_behind_expensive_ones():
     """Two dozen grammars that take all the time that a trial may take, of a client with a key, and one without."""
     fresh = of_demo(seconds=20.0)
-    known = fresh.compile(StructuredOutputs(regex="known"))
+    known = fresh.submit(StructuredOutputs(regex="known")).result()
     bombs = [
         StructuredOutputs(json={"type": "object", "patternProperties": {f"^{i}x{j}_.*": {} for j in range(5000)}})
         for i in range(24)
@@ -135,10 +135,10 @@ def test_known_and_small_grammars_do_not_wait_behind_expensive_ones():
 def test_grammars_serve_the_other_engines_when_one_has_failed():
     shared = of_demo(users=2)
     shared.close()
-    assert shared.compile(StructuredOutputs(regex="[0-9]{3}"))
+    assert shared.submit(StructuredOutputs(regex="[0-9]{3}")).result()
     shared.close()
     with pytest.raises(RequestError, match="too many grammars"):
-        shared.compile(StructuredOutputs(regex="[0-9]{4}"))
+        shared.submit(StructuredOutputs(regex="[0-9]{4}")).result()
 
 
 def test_the_queue_of_trials_is_bounded(grammars, monkeypatch):
@@ -147,7 +147,7 @@ def test_the_queue_of_trials_is_bounded(grammars, monkeypatch):
         grammars.submit(StructuredOutputs(regex="one too many"))
     assert caught.value.retry
     monkeypatch.undo()
-    assert grammars.compile(StructuredOutputs(regex="one too many"))  # it was not remembered as refused
+    assert grammars.submit(StructuredOutputs(regex="one too many")).result()  # it was not remembered as refused
 
 
 def test_a_process_that_was_killed_is_replaced(grammars):

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from checkpoints.tokenizer import load_tokenizer
-from mamba_jax.sampling.masks import mask_words
 from serving import SamplingParams
 from serving.core.errors import RequestError
 from serving.engine.structured.grammars import Grammars, StructuredOutputs
@@ -25,10 +24,8 @@ EOS_OF_DEMO = 2
 
 
 def constraint(kind, reasoning, **form):
-    tokenizer = TOKENIZERS[kind]
     answer = GRAMMARS[kind].start(StructuredOutputs(**form)) if form else None
-    words = mask_words(tokenizer.vocab_size)
-    return ReasoningConstraint(reasoning, answer, tokenizer, words, frozenset((EOS_OF_DEMO,)))
+    return ReasoningConstraint(reasoning, answer, GRAMMARS[kind])
 
 
 def allowed(mask, size):

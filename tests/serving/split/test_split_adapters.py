@@ -44,8 +44,9 @@ def pair():
     pair.on.alone(PROMPT)
     for number in (LORA, OTHER, STATE):  # first alone: that engine has the same programs, and so the same entries
         pair.on.alone(PROMPT, adapter=LoRARequest(number, 0, number))
+    table = pair.decode.adapters
     for number in (LORA, OTHER, STATE):
-        pair.decode.adapters.put(number, number, pair.decode.adapters.read(number, number))
+        table.commit(table.reserve(number, number, table.read(number, number)))
     yield pair
     pair.assert_idle()
 
