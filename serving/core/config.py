@@ -9,7 +9,7 @@ CacheMode = Literal["none", "align", "all"]
 
 _POSITIVE = (
     "max_num_seqs", "max_num_batched_tokens", "page_size", "state_block_size", "tile_size", "replay_interval",
-    "max_prefill_rows", "max_tiles", "max_decode_rows", "context_members",
+    "max_prefill_rows", "max_tiles", "context_members",
 )  # fmt: skip
 _NOT_NEGATIVE = ("num_speculative_tokens", "num_lookahead_tokens", "max_waiting", "num_pages")
 
@@ -44,8 +44,6 @@ class SchedulerConfig:
     max_prefill_rows: int = 8
     max_tiles: int | None = None
     """Tiles of one prefill step; None = enough for `max_num_batched_tokens` tokens in `max_prefill_rows` rows."""
-    max_decode_rows: int | None = None
-    """None: `max_num_seqs`."""
     max_waiting: int | None = None
     """Maximum number of waiting requests; further ones are refused. None: no limit."""
     max_decode_pause: float | None = None
@@ -54,8 +52,6 @@ class SchedulerConfig:
     """Whether no prefill chunk runs over a multiple of B, because running states are rounded there."""
     context_members: int = 1
     """Devices that the pages of a row are divided over by position; each has a null page of its own."""
-    overlap: bool = True
-    """Whether a step may be planned before the last one has settled."""
 
     def __post_init__(self) -> None:
         for names, least in ((_POSITIVE, 1), (_NOT_NEGATIVE, 0)):
@@ -111,11 +107,6 @@ class SchedulerConfig:
         they may have of a prompt.
         """
         return 0 if self.replay_interval > 1 else 1 + self.num_speculative_tokens
-
-    @property
-    def decode_rows(self) -> int:
-        """The most decode rows of one step."""
-        return self.num_rows if self.max_decode_rows is None else min(self.max_decode_rows, self.num_rows)
 
     @property
     def tiles(self) -> int:

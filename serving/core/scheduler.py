@@ -105,13 +105,11 @@ class Scheduler(SchedulerState):
     def needs_settle_before_schedule(self) -> bool:
         """Whether the unsettled step must settle before the next one can be planned.
 
-        This is so without overlap, and if most rows could not take part in the next step, because the host must know
-        their last tokens first. (If fewer rows need this, they skip the step, and the others continue.)
+        This is so if most rows could not take part in the next step, because the host must know their last tokens
+        first. (If fewer rows need this, they skip the step, and the others continue.)
         """
         if not self.unsettled:
             return False
-        if not self.config.overlap:
-            return True
         running = self.queues.running
         waits = any(request.sits_out for request in running)
         return waits and 2 * sum(request.lockstep for request in running) > len(running)
@@ -144,7 +142,7 @@ class Scheduler(SchedulerState):
         demands = self._prompt_demands(prompts) if shared else {}
         chosen = decoding
         if shared:
-            chosen = self.fairness.decode_in_turn(decoding, demands, min(budget.decode_rows, budget.tokens))
+            chosen = self.fairness.decode_in_turn(decoding, demands, budget.tokens)
             self.counters.rows_stalled += len(decoding) - len(chosen)
         if chosen and self.config.num_speculative_tokens:
             self.drafts.begin(chosen)

@@ -78,14 +78,13 @@ class RowResult:
 
 
 class Budget:
-    """Tokens, tiles and rows that a step still has room for while it is planned."""
+    """Tokens, tiles and prefill rows that a step still has room for while it is planned."""
 
-    __slots__ = ("decode_rows", "prefill_rows", "quotas", "share", "tiles", "tokens")
+    __slots__ = ("prefill_rows", "quotas", "share", "tiles", "tokens")
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.tokens = config.max_num_batched_tokens
         self.tiles = config.tiles
-        self.decode_rows = config.decode_rows
         self.prefill_rows = config.max_prefill_rows
         self.share = min(config.tile_size, config.max_num_batched_tokens)
         self.quotas: dict[str | None, int] = {}

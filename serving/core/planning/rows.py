@@ -22,7 +22,7 @@ def plan_decode(scheduler: SchedulerState, request: Request, plan: StepPlan, bud
     While an earlier step of the row has not settled, its length lies in [shortest, longest]: pages are reserved for the
     longest, and the row's state is reserved for any length in between.
     """
-    if not budget.decode_rows or budget.tokens <= 0:
+    if budget.tokens <= 0:
         scheduler.counters.rows_stalled += 1
         return -1
     progress = request.progress
@@ -81,7 +81,6 @@ def plan_decode(scheduler: SchedulerState, request: Request, plan: StepPlan, bud
     progress.num_sampling_steps += 1
     unsettled.append(row)
     plan.decode.append(row)
-    budget.decode_rows -= 1
     budget.tokens -= 1 + drafts
     return drafts
 
@@ -100,7 +99,7 @@ def plan_prefill(
     end = _chunk_end(scheduler, request, start, budget)
     num_tokens = end - start
     as_decode = _fits_decode_row(scheduler, request, start, num_tokens)
-    if not (budget.decode_rows if as_decode else budget.prefill_rows) or (end <= start < len(request.tokens)):
+    if not (as_decode or budget.prefill_rows) or (end <= start < len(request.tokens)):
         scheduler.counters.rows_stalled += 1
         return WaitReason.STEP
     writes = num_tokens or scheduler.config.num_lookahead_tokens
@@ -128,7 +127,6 @@ def plan_prefill(
     row: DecodeRow | PrefillRow
     if as_decode:
         row = DecodeRow(*whole)
-        budget.decode_rows -= 1
         plan.decode.append(row)
     else:
         row = PrefillRow(*whole)

@@ -54,7 +54,6 @@ class SchedulerState:
     """The base of the scheduler: what all parts of planning read and change.
 
     Args:
-        policy: decides which states to publish and to evict.
         drafts: decides how many drafts a row gets.
         clock: returns seconds, for the times of marks.
     """
@@ -63,12 +62,11 @@ class SchedulerState:
         self,
         config: SchedulerConfig,
         *,
-        policy: RetentionPolicy | None = None,
         drafts: DraftPolicy | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         self.config = config
-        self.policy = policy if policy is not None else RetentionPolicy(config)
+        self.policy = RetentionPolicy(config)
         self.drafts = drafts if drafts is not None else DraftPolicy(config.num_speculative_tokens)
         self.tiers: Tiers | None = None
         self.journal: Journal | None = None

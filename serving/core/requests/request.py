@@ -169,11 +169,6 @@ class PlannedRow:
         return self.request.tokens[self.length : self.end] if self.is_prefill else []
 
     @property
-    def certain(self) -> int:
-        """Number of fed tokens that are kept for any sampled tokens."""
-        return self.num_tokens - self.num_drafts
-
-    @property
     def end(self) -> int:
         """Tokens committed after the step, if all that it feeds are kept."""
         return self.length + self.num_tokens

@@ -140,7 +140,7 @@ class BatchBuilder:
         self._drafts = config.num_speculative_tokens
         self._widths = (0, self._drafts) if narrow_steps and self._drafts else (self._drafts,)
         self._pages_per_row = config.pages_per_row
-        self.decode_shapes = decode_buckets(config.decode_rows, coarse=coarse)
+        self.decode_shapes = decode_buckets(config.num_rows, coarse=coarse)
         self._coarse, self._mixed_steps = coarse, mixed_steps
         self._set_prefill_shapes()
         self._usable: frozenset[tuple[int, ...]] | None = None

@@ -55,9 +55,7 @@ def random_config(rng: random.Random) -> SchedulerConfig:
         num_lookahead_tokens=rng.choice([0, drafts]),
         max_prefill_rows=rng.choice([1, 2, 4]),
         max_tiles=rng.choice([None, None, 1, 3]),
-        max_decode_rows=rng.choice([None, None, 1, 2]),
         max_waiting=rng.choice([None, None, None, 3]),
-        overlap=rng.random() < 0.75,
         max_decode_pause=1.0 if slots % 2 else None,
         chunks_end_at_blocks=longest % 4 == 0,
     )

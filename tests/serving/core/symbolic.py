@@ -92,7 +92,7 @@ class Device:
         """Limits, row classes, and that no two rows write the same slot or have the same row id."""
         config = self.config
         width, known = 1 + config.num_speculative_tokens, config.known_tokens_in_decode_row
-        expect(len(plan.decode) <= config.decode_rows, "too many decode rows")
+        expect(len(plan.decode) <= config.num_rows, "too many decode rows")
         expect(len(plan.prefill) <= config.max_prefill_rows, "too many prefill rows")
         expect(sum(len(row.access.writes) for row in plan.prefill) <= config.tiles, "too many tiles")
         limit = config.max_num_batched_tokens + min(config.tile_size, config.max_num_batched_tokens)
@@ -174,7 +174,7 @@ class Device:
             digest = start_digest(Scope(request.cache_salt, self.weights))
         fed = row.num_tokens
         states = list(accumulate(tokens, absorb, initial=digest))[1:]
-        certain = row.certain
+        certain = row.num_tokens - row.num_drafts
         expect(list(tokens[:certain]) == truth.tokens[start : start + certain], "wrong tokens", row)
         self._write_pages(row, start, states, scheduler)
         emitted: list[int] = []

@@ -41,9 +41,8 @@ def test_what_a_prompt_publishes(mode: str, states: list[int]) -> None:
 
 @pytest.mark.parametrize("drafts", [0, 1, 3])
 @pytest.mark.parametrize("rightness", [0.0, 0.6, 1.0])
-@pytest.mark.parametrize("overlap", [True, False])
-def test_second_turn_hits_a_block_finished_while_decoding(drafts: int, rightness: float, overlap: bool) -> None:
-    loop = Loop(num_speculative_tokens=drafts, num_lookahead_tokens=drafts, rightness=rightness, overlap=overlap)
+def test_second_turn_hits_a_block_finished_while_decoding(drafts: int, rightness: float) -> None:
+    loop = Loop(num_speculative_tokens=drafts, num_lookahead_tokens=drafts, rightness=rightness)
     first = loop.run(PROMPT, max_tokens=11)
     # The last output token is never fed: boundaries up to token 21 exist.
     assert loop.positions() == [4, 8, 11, 12, 16, 20]
@@ -51,7 +50,7 @@ def test_second_turn_hits_a_block_finished_while_decoding(drafts: int, rightness
 
 
 def test_second_turn_hits_a_block_finished_while_decoding_with_three_drafts() -> None:
-    test_second_turn_hits_a_block_finished_while_decoding(3, 0.6, True)
+    test_second_turn_hits_a_block_finished_while_decoding(3, 0.6)
 
 
 def test_one_token_behind_a_cached_block_is_a_decode_row() -> None:

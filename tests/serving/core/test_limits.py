@@ -41,19 +41,21 @@ def test_chunks_are_cut_at_absolute_places() -> None:
 
 
 def test_lengths_clip_drafts() -> None:
-    for overlap in (True, False):
-        loop = Loop(num_speculative_tokens=3, max_model_len=12, overlap=overlap)
-        request = loop.run(list(range(7)), max_tokens=30)
-        assert request.finish_reason is FinishReason.LENGTH
-        assert len(request.tokens) == 12
+    request = Loop(num_speculative_tokens=3, max_model_len=12).run(list(range(7)), max_tokens=30)
+    assert request.finish_reason is FinishReason.LENGTH
+    assert len(request.tokens) == 12
+    loop = Loop(num_speculative_tokens=3, max_model_len=12)
+    for length, tokens in ((7, 30), (6, 6)):
+        loop.add(list(range(length)), max_tokens=tokens)
+        while loop.step():
+            loop.settle()  # before the next step is planned
+    drafts = [row.num_drafts for plan in loop.plans for row in plan.decode]
     # Seven prompt tokens, one sampled, then four at once: nothing is left for a draft.
-    assert [row.num_drafts for plan in loop.plans for row in plan.decode] == [3]
-    request = loop.run(list(range(6)), max_tokens=6)
-    assert [row.num_drafts for plan in loop.plans[-2:] for row in plan.decode] == [3, 0]
+    assert (drafts[0], drafts[-2:]) == (3, [3, 0])
 
 
 def test_no_step_for_a_row_whose_last_token_is_under_way() -> None:
-    loop = Loop(overlap=True).run_each([[1, 2, 3]], max_tokens=2)
+    loop = Loop().run_each([[1, 2, 3]], max_tokens=2)
     assert sum(len(plan.decode) for plan in loop.plans) == 1
 
 
@@ -281,10 +283,8 @@ def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], text: st
 def test_derived_sizes() -> None:
     config = small_config(num_slots=10, num_speculative_tokens=3, max_num_seqs=8)
     assert config.num_rows == 2
-    assert config.decode_rows == 2
     # Wide enough for two unsettled steps beyond the longest sequence.
     assert config.pages_per_row == (64 + 2 * 4) // 2
     assert config.tiles == 32 + config.max_prefill_rows
-    assert small_config(max_decode_rows=2).decode_rows == 2
     # Without attention, the page size need not divide B.
     assert small_config(page_size=3, num_pages=0).pages_per_row == 0
