@@ -102,7 +102,7 @@ class Engine:
         request_id, params = request.request_id, request.params
         if request_id in self._parents:
             raise RequestError(f"request id {request_id!r} is in use")
-        text, ids = self.prompt_ids(request.prompt)
+        text, ids = read_prompt(request.prompt, self.tokenizer, self.vocab_size)
         check_prompt_length(len(ids), self.max_model_len)
         check_params(params, self.tokenizer, self.vocab_size)
         for mark in request.cache_marks:
@@ -265,14 +265,6 @@ class Engine:
         self.loop.stats.settle_seconds += time.perf_counter() - begin
 
     # -- adding --
-
-    def prompt_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """Returns a prompt's text, if it has one, and its tokens. May be called from any thread.
-
-        Raises:
-            RequestError: the prompt is not valid.
-        """
-        return read_prompt(prompt, self.tokenizer, self.vocab_size)
 
     def _add_choice(self, parent: UserRequest, index: int, seed: int) -> None:
         given, output, params = parent.given, parent.output, parent.params

@@ -24,7 +24,7 @@ from serving.core.load_balancing import EVENNESS, Workload, price
 from serving.engine.engine import Engine
 from serving.engine.engine_thread import Deliver, EngineThread, Result
 from serving.engine.requests.output import RequestOutput
-from serving.engine.requests.request import EngineRequest
+from serving.engine.requests.request import EngineRequest, read_prompt
 from serving.engine.stats import merged_stats
 
 FETCHING = EVENNESS
@@ -160,7 +160,7 @@ class ReplicaThreads:
         """
         if len(self.engines) == 1:
             return request, []
-        text, ids = self.engine.prompt_ids(request.prompt)
+        text, ids = read_prompt(request.prompt, self.engine.tokenizer, self.engine.vocab_size)
         return replace(request, prompt={"prompt": text, "prompt_token_ids": ids}), ids
 
     def calls(self, function: Callable[[Engine], Any]) -> list[Future[Any]]:

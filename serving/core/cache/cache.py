@@ -23,13 +23,12 @@ class Cache:
     def __init__(
         self,
         config: SchedulerConfig,
-        policy: RetentionPolicy,
         stats: Stats,
         slots_wanted: Callable[[int], int],
         clock: Clock = time.monotonic,
     ) -> None:
         self._clock = clock
-        self.config, self.policy, self.stats = config, policy, stats
+        self.config, self.policy, self.stats = config, RetentionPolicy(config), stats
         self._slots_wanted = slots_wanted
         self._observers: list[IndexObserver] = []
         self.width = 1 + config.num_speculative_tokens

@@ -117,8 +117,10 @@ class RowState:
         The step can store a state after every `unit` tokens. Returns None if there is no slot. `publish`: (position,
         kind, low value) of the states to publish. Each gets a slot if one is available, the deepest first. The state at
         the end is in the row's own slot, which all rows may read after publication, if the row has another slot to
-        write. `admitting`: the request is being admitted.
+        write. `admitting`: the request is being admitted. A step without tokens reads the state again.
         """
+        if start == end:
+            return StateAccess(self._read_slot(after), ())
         slots = self._choose(1, after)
         if not slots:
             return None
@@ -130,10 +132,6 @@ class RowState:
         writes[-1] = slots[0]
         self.leaving, self._read_only = self._read_only, 0
         return StateAccess(self._read_slot(after), writes)
-
-    def read_again(self, after: StateAccess | None) -> StateAccess:
-        """Returns the access of a step without tokens, whose state the next step reads again."""
-        return StateAccess(self._read_slot(after), ())
 
     def publishing(self) -> list[int]:
         """Positions of the states that the planned step will publish, ascending."""

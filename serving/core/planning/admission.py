@@ -192,7 +192,7 @@ def _start(
         return WaitReason.SLOTS
     progress.row_id = scheduler.queues.free_row_ids.pop()
     matched = match.matched if match is not None else 0
-    progress.stops = scheduler.policy.stops(request.prompt_len, progress.num_computed, matched, request.marks)
+    progress.stops = scheduler.cache.policy.stops(request.prompt_len, progress.num_computed, matched, request.marks)
     return plan_prefill(scheduler, request, plan, budget, preempting=False)
 
 

@@ -106,22 +106,18 @@ def plan_prefill(
     if writes and not scheduler.prepare_pages(request, end, plan, preempting=preempting):
         scheduler.counters.rows_stalled += 1
         return WaitReason.MEMORY
-    after = progress.last_access
-    if num_tokens:
-        access = state.reserve_chunk(
-            start,
-            end,
-            1 if as_decode else scheduler.config.tile_size,
-            scheduler.policy.positions(request.prompt_len, progress.stops, start, end, request.marks),
-            after=after,
-            admitting=request.status is Status.WAITING,
-        )
-        if access is None:
-            pages.undo()
-            scheduler.counters.rows_stalled += 1
-            return WaitReason.SLOTS
-    else:
-        access = state.read_again(after)
+    access = state.reserve_chunk(
+        start,
+        end,
+        1 if as_decode else scheduler.config.tile_size,
+        scheduler.cache.policy.positions(request.prompt_len, progress.stops, start, end, request.marks),
+        after=progress.last_access,
+        admitting=request.status is Status.WAITING,
+    )
+    if access is None:
+        pages.undo()
+        scheduler.counters.rows_stalled += 1
+        return WaitReason.SLOTS
     sample = end == len(request.tokens)
     whole = (request, progress.row_id, start, num_tokens, 0, access, pages.table, pages.copy, sample, True, plan.step)
     row: DecodeRow | PrefillRow

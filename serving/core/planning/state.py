@@ -18,7 +18,7 @@ from serving.core.cache.cache import Cache
 from serving.core.cache.pools import Pool
 from serving.core.cache.prefix_index import PrefixIndex
 from serving.core.cache.prefix_tree import CheckpointKind, Match
-from serving.core.cache.retention import Clock, RetentionPolicy
+from serving.core.cache.retention import Clock
 from serving.core.config import SchedulerConfig
 from serving.core.errors import WaitReason
 from serving.core.planning.fairness import Fairness
@@ -66,7 +66,6 @@ class SchedulerState:
         clock: Clock = time.monotonic,
     ) -> None:
         self.config = config
-        self.policy = RetentionPolicy(config)
         self.drafts = drafts if drafts is not None else DraftPolicy(config.num_speculative_tokens)
         self.tiers: Tiers | None = None
         self.journal: Journal | None = None
@@ -76,7 +75,7 @@ class SchedulerState:
         self.num_arrivals = self.num_steps = 0
         self.queues = Queues(config.num_rows)
         self.fairness = Fairness(config)
-        self.cache = Cache(config, self.policy, self.counters, self.queues.could_be_admitted, clock)
+        self.cache = Cache(config, self.counters, self.queues.could_be_admitted, clock)
         self.pending: StepPlan | None = None
         """The step that is planned, or being planned, and not yet dispatched."""
         self.admits_until: int | None = None
@@ -227,7 +226,7 @@ class SchedulerState:
             request.lookup.num_cached_tokens = load.remote.cached_tokens
             request.lookup.written_elsewhere = load.remote.written_tokens
             request.lookup.miss_reason = None
-        progress.stops = self.policy.stops(request.prompt_len, position, position, request.marks)
+        progress.stops = self.cache.policy.stops(request.prompt_len, position, position, request.marks)
         if index is not None and progress.pages.publishes_at(position):
             index.publish_pages(progress.content, position)
         kind = None

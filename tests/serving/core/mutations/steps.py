@@ -25,8 +25,8 @@ from tests.serving.core.mutations.registry import Patch, mutation, replacing
 @mutation(6, RowState, "reserve_chunk")
 def relative_tiles(whole, self, start, end, unit, *rest, **more):
     access = whole(self, start, end, unit, *rest, **more)
-    if access is None:
-        return None
+    if access is None or not access.writes:
+        return access
     writes = [0] * len(access.writes)
     for each in self._publications:
         writes[(each.position - start - 1) // unit] = each.slot
