@@ -15,7 +15,7 @@ from checkpoints.errors import CheckpointError
 from checkpoints.tensors.replacement import NewWeights, open_weights
 from checkpoints.tensors.tensor_set import TensorSet
 from serving.core.errors import RequestError
-from serving.engine.changes import WeightsUpdate, load_adapter, table_of
+from serving.engine.changes import load_adapter, table_of, weights_update
 from serving.engine.control import PauseMode
 from serving.engine.engine import Engine
 from serving.engine.engine_thread import Result
@@ -177,7 +177,7 @@ class AsyncEngine(ReplicaThreads):
         async with self._updating:  # a later update that is read faster does not come first
             if isinstance(given, str | Path):
                 given = await self._reads.read(bound(_opened, given), READ_WEIGHTS_SECONDS)
-            await self.call_all(WeightsUpdate.of(self.engines, given, version=version, partial=partial).apply)
+            await self.call_all(weights_update(self.engines, given, version=version, partial=partial))
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Loads an adapter on every engine, and replaces one with the same name. Its files are read in another thread.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from checkpoints.tensors.replacement import NewWeights, repeatable
@@ -28,40 +27,29 @@ def common_checksum(found: Sequence[WeightsChecksum]) -> WeightsChecksum:
     return found[0]
 
 
-@dataclass(frozen=True)
-class WeightsUpdate:
-    """New weights and the engines that need them."""
+def weights_update(
+    engines: Sequence[Engine], given: NewWeights, *, version: str | int | None = None, partial: bool = False
+) -> Callable[[Engine], str]:
+    """Returns a function that updates an engine between two of its steps if it needs the weights, and returns the
+    engine's version. It raises the errors of `Control.update_weights`.
 
-    weights: NewWeights
-    version: str | int | None
-    """The requested version. For several replicas without a requested version, the next number."""
-    partial: bool
-    lacking: Collection[Engine]
-    """The engines to update. Engines that already have this version, for example after an update that failed on others,
-    are omitted. If all engines have it, all are included, and they refuse the version."""
-
-    @classmethod
-    def of(
-        cls, engines: Sequence[Engine], given: NewWeights, *, version: str | int | None = None, partial: bool = False
-    ) -> WeightsUpdate:
-        """Creates an update. The next version follows the replica with the most updates, because a replica that failed
-        an update has fewer."""
-        if len(engines) == 1:
-            return cls(given, version, partial, engines)
+    For several replicas, the next version follows the replica with the most updates, because a replica that failed an
+    update has fewer. Engines that already have the version, for example after an update that failed on others, are left
+    as they are. If all engines have it, all are updated, and they refuse the version.
+    """
+    lacking: Sequence[Engine] = engines
+    if len(engines) > 1:
         weights = [engine.control.weights for engine in engines]
-        name = str(1 + max(each.updates for each in weights)) if version is None else str(version)
-        lacking = [e for e, each in zip(engines, weights, strict=True) if each.version != name or not each.whole]
-        return cls(repeatable(given), name, partial, lacking or engines)
+        version = str(1 + max(each.updates for each in weights)) if version is None else str(version)
+        stale = [e for e, each in zip(engines, weights, strict=True) if each.version != version or not each.whole]
+        given, lacking = repeatable(given), stale or engines
 
-    def apply(self, engine: Engine) -> str:
-        """Updates an engine between two of its steps if it needs the weights. Returns the engine's version.
-
-        Raises:
-            RequestError: see `Control.update_weights`.
-        """
-        if engine in self.lacking:
-            return engine.control.update_weights(self.weights, version=self.version, partial=self.partial)
+    def update(engine: Engine) -> str:
+        if engine in lacking:
+            return engine.control.update_weights(given, version=version, partial=partial)
         return engine.control.weights.version
+
+    return update
 
 
 def table_of(engine: Engine) -> AdapterTable:

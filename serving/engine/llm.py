@@ -22,7 +22,7 @@ from checkpoints.tokenizer import Tokenizer
 from serving.config import EngineConfig
 from serving.core.errors import RequestError
 from serving.engine.assembly.build import build_engine
-from serving.engine.changes import WeightsUpdate, common_checksum, load_adapter, table_of
+from serving.engine.changes import common_checksum, load_adapter, table_of, weights_update
 from serving.engine.control import PauseMode, WeightsChecksum
 from serving.engine.engine import Engine
 from serving.engine.replicas import ReplicaGroup
@@ -270,8 +270,8 @@ class LLM:
     @_in_turn
     def update_weights(self, weights: NewWeights, *, version: str | int | None = None, partial: bool = False) -> str:
         """Replaces the model's weights in place without compiling. See `Control.update_weights`."""
-        update = WeightsUpdate.of(self.engines, weights, version=version, partial=partial)
-        return str(self.front.call_each(update.apply)[0])
+        update = weights_update(self.engines, weights, version=version, partial=partial)
+        return str(self.front.call_each(update)[0])
 
     @_in_turn
     def weights_checksum(self) -> WeightsChecksum:

@@ -90,10 +90,3 @@ class Cache:
         `admitting`: the one that asks is itself still among those who wait.
         """
         return self.slots.available > self._slots_wanted(admitting)
-
-    def check(self, *, idle: bool = False) -> None:
-        """Raise `AssertionError` unless every slot and page is accounted for; `idle`: and none is in use."""
-        for pool in self.pools:
-            pool.check(idle=idle)
-        if self.index is not None:
-            self.index.check()

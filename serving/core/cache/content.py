@@ -10,8 +10,9 @@ import hashlib
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+T = TypeVar("T")
 Name = bytes
 SIZE = 20
 """Bytes of a name."""
@@ -109,7 +110,7 @@ class Chain:
         return State(state_name(last, tokens[begin:position]), last, position - begin, position)
 
 
-def count_down(counts: Counter[int], key: int) -> None:
+def count_down(counts: Counter[T], key: T) -> None:
     """Counts one fewer of a key, which must have been counted. A key without any is removed."""
     counts[key] -= 1
     assert counts[key] >= 0, f"{key} is counted less often than it was added"

@@ -47,7 +47,6 @@ class StateLease:
     pages: list[int]
     position: int
     slots_of: Pool
-    pages_of: Pool
 
 
 class SchedulerState:
@@ -251,7 +250,7 @@ class SchedulerState:
         assert request.status is Status.RUNNING
         progress = request.progress
         slot = progress.state.hand_off(row.access)
-        return StateLease(slot, progress.pages.hand_off(row.end), row.end, cache.slots, cache.pages)
+        return StateLease(slot, progress.pages.hand_off(row.end), row.end, cache.slots)
 
     def hold_cached(self, tokens: Sequence[int], salt: str | None, adapter: str | None = None) -> StateLease | None:
         """Leases the deepest state of these tokens on the device, and the pages that it needs; None without one."""
@@ -265,7 +264,7 @@ class SchedulerState:
         for page in pages:
             cache.pages.retain(page)
         index.touch(entry)
-        return StateLease(entry.slot, pages, entry.position, cache.slots, cache.pages)
+        return StateLease(entry.slot, pages, entry.position, cache.slots)
 
     def hold_is_valid(self, held: StateLease) -> bool:
         """Returns whether the store of the hold still exists."""
@@ -274,14 +273,17 @@ class SchedulerState:
     def release_hold(self, held: StateLease) -> None:
         """Releases it, once."""
         if self.hold_is_valid(held):
-            held.slots_of.release(held.slot)
+            self.cache.slots.release(held.slot)
             for page in reversed(held.pages):
-                held.pages_of.release(page)
+                self.cache.pages.release(page)
 
     def check(self, *, idle: bool = False) -> None:
         """Raises `AssertionError` unless every slot, page and row id has exactly one owner; with `idle`, none may be in
         use."""
-        self.cache.check(idle=idle)
+        for pool in self.cache.pools:
+            pool.check(idle=idle)
+        if self.index is not None:
+            self.index.check()
         if self.tiers is not None:
             self.tiers.check()
         self.queues.check()

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from itertools import islice
 from operator import attrgetter
 
+from serving.core.cache.content import count_down
 from serving.core.requests.request import Request, Status
 
 _ORDER, _PLACE = attrgetter("order"), attrgetter("place")
@@ -120,8 +121,7 @@ class Queues:
         """Out of the queue that it is in."""
         if request.status is Status.RUNNING:
             del self.running[bisect_left(self.running, request.order, key=_ORDER)]
-            self.rows[request.client] -= 1
-            self.rows += Counter()  # without zeros
+            count_down(self.rows, request.client)
             return
         del self.waiting[bisect_left(self.waiting, request.place, key=_PLACE)]
         name = (request.priority, request.client)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from serving.core.cache.content import Chain, Name, NamedStates, State, state_name
+from serving.core.cache.content import Chain, Name, NamedStates, State, count_down, state_name
 from serving.core.cache.eviction_queue import EvictionQueue
 from serving.core.cache.prefix_tree import Checkpoint, CheckpointKind
 from serving.core.cache.retention import EvictionRank
@@ -116,7 +116,7 @@ class Tier:
     sizes: Sizes
     stats: TierStats = field(default_factory=TierStats)
     units: dict[Name, Unit] = field(default_factory=dict)
-    _blocks: dict[Name, int] = field(default_factory=dict)
+    _blocks: Counter[Name] = field(default_factory=Counter)
     """Numbers of units that need a block."""
     _names: NamedStates = field(default_factory=NamedStates)
     _brought: dict[Name, str | None] = field(default_factory=dict)
@@ -180,8 +180,7 @@ class Tier:
                 self.refuse()
                 return None
             self._brought |= dict.fromkeys(new, unit.client)
-            for name in blocks:
-                self._blocks[name] = self._blocks.get(name, 0) + 1
+            self._blocks.update(blocks)
             self.units[unit.name] = unit
             self._queue.hold(unit.client, size)
             self._names.add(unit.state)
@@ -286,9 +285,8 @@ class Tier:
         self._names.remove(unit.state)
         gone = [name]
         for each in unit.blocks if self.sizes.page else ():
-            self._blocks[each] -= 1
-            if not self._blocks[each]:
-                del self._blocks[each]
+            count_down(self._blocks, each)
+            if each not in self._blocks:
                 self._queue.hold(self._brought.pop(each), -self.sizes.whole_block)
                 gone.append(each)
         dropped = self.dropped
@@ -300,10 +298,7 @@ class Tier:
     def check(self) -> None:
         """Raises `AssertionError` unless every byte is accounted for and every unit is complete."""
         with self.lock:
-            counts: dict[Name, int] = {}
-            for unit in self.units.values():
-                for name in unit.blocks if self.sizes.page else ():
-                    counts[name] = counts.get(name, 0) + 1
+            counts = Counter(name for unit in self.units.values() for name in unit.blocks if self.sizes.page)
             assert self._blocks == counts, "blocks leaked, or are missing"
             held: Counter[str | None] = Counter()
             for unit in self.units.values():

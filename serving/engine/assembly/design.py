@@ -229,7 +229,7 @@ class EngineDesign:
             for each, other in zip(LONG_CODE_PER_LAYER[self.platform], CODE_PER_LAYER[self.platform], strict=True)
         ]
         for coarse in (1, 2, 3):
-            programs = self._batches(settings, coarse).step_programs
+            programs = self.batches(settings, coarse=coarse).step_programs
             code = sum(count * size for count, size in zip(programs, sizes, strict=True))
             if code <= MOST_CODE:
                 return coarse, code
@@ -286,18 +286,16 @@ class EngineDesign:
             max_decode_pause=config.max_decode_pause,
         )
 
-    def batches(self, settings: SchedulerConfig, *, masks: bool = False) -> BatchBuilder:
-        """Returns a builder that converts the scheduler's plans to arrays. `masks`: grammars constrain some rows."""
-        return self._batches(settings, self._coarse_and_code[0], masks)
-
-    def _batches(self, settings: SchedulerConfig, coarse: int, masks: bool = False) -> BatchBuilder:
+    def batches(self, settings: SchedulerConfig, *, masks: bool = False, coarse: int | None = None) -> BatchBuilder:
+        """Returns a builder that converts the scheduler's plans to arrays. `masks`: grammars constrain some rows.
+        `coarse`: as of `BatchBuilder`; None: so that the code of the programs is small enough."""
         return BatchBuilder(
             settings,
             seats_bring_tokens=self.source is not None and self.source.sees_tokens,
             masks=masks,
             narrow_steps=self.config.adaptive_drafts,
             mixed_steps=self.config.mixes_steps_on(self.platform),
-            coarse=coarse,
+            coarse=self._coarse_and_code[0] if coarse is None else coarse,
             adapters=self.config.enable_lora,
         )
 
