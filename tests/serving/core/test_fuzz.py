@@ -73,7 +73,7 @@ def test_host_time_of_a_decode_step(drafts: int) -> None:
 
 
 BOUND = 6_000
-LATE = (80,)
+LATE = (24, 80)
 """Faults that take thousands of schedules to show are planted with `--slow`."""
 BY_FUZZER = [
     pytest.param(fault, marks=[pytest.mark.slow] if number in LATE else [])
