@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import socket
 import socketserver
 import struct
@@ -24,6 +25,7 @@ from checkpoints.errors import one_line
 log = logging.getLogger(__name__)
 
 _DISCARDING = 10.0  # maximum seconds to wait while draining an offer
+_CLOSING = 1.0  # the same for all offers together after `close`: the process ends only when they are drained
 _POLL = 0.0005, 0.01  # minimum and maximum seconds between checks whether arrays have arrived
 _KEY = struct.Struct("!Q")
 _NUMBER = struct.Struct("!I")  # the header's length, or a checksum
@@ -98,6 +100,7 @@ class JaxTransport:
         self._offered: dict[int, list[jax.ShapeDtypeStruct]] = {}
         self._lock = threading.Lock()
         self._drains = ThreadPoolExecutor(1, thread_name_prefix="drain")
+        self._ends = math.inf
 
     def offer(self, key: int, arrays: Sequence[jax.Array]) -> None:
         with self._lock:
@@ -138,6 +141,7 @@ class JaxTransport:
         with self._lock:
             keys = list(self._offered)
             self._connections.clear()
+        self._ends = time.monotonic() + _CLOSING
         for key in keys:
             self.drain(key)
         self._drains.shutdown(wait=False)
@@ -152,7 +156,7 @@ class JaxTransport:
         until = time.monotonic() + _DISCARDING
         try:
             arrays: list[Any] = self._pull(self.address, key, specs)
-            while not all(array.is_ready() for array in arrays) and time.monotonic() < until:
+            while not all(array.is_ready() for array in arrays) and time.monotonic() < min(until, self._ends):
                 time.sleep(_POLL[0])
         except RuntimeError as error:
             log.warning("could not discard an offer: %s", one_line(error))

@@ -84,6 +84,19 @@ def test_draining_takes_no_memory(pair):
     assert released, f"{(_resident() - before) >> 20} MiB more"
 
 
+def test_the_end_does_not_wait_for_each_offer(pair):
+    """One that was fetched and never drained cannot be discarded: each held up the end of the process for 10 s."""
+    sender, receiver = type(pair[0])(), pair[1]
+    for key in (1, 2, 3):
+        sender.offer(key, ARRAYS)
+        receiver.fetch(sender.address, key, SPECS, 20.0)
+    begin = time.monotonic()
+    sender.close()
+    if isinstance(sender, JaxTransport):
+        sender._drains.shutdown(wait=True)
+    assert time.monotonic() - begin < 8
+
+
 def _resident() -> int:
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)  # glibc keeps some of what is freed, more of it in a process that has had much
