@@ -74,18 +74,23 @@ class EventFollowers:
         self._directories: dict[tuple[int, int], Directory] = {}
         """Directories by block size and number of weight updates, which are part of states' names."""
         self._streams: dict[Remote, Stream] = {}
+        self._tasks: dict[Remote, asyncio.Task[None]] = {}
 
     async def follow(self, interval: float) -> None:
         """Reads the streams of all current workers, until cancelled."""
-        tasks: dict[Remote, asyncio.Task[None]] = {}
-        async with asyncio.TaskGroup() as group:
+        try:
             while True:
                 workers = {*self._fleet.prefill, *self._fleet.decode}
-                for worker in tasks.keys() - workers:
-                    tasks.pop(worker).cancel()
-                for worker in workers - tasks.keys():
-                    tasks[worker] = group.create_task(self._keep_reading(worker))
+                for worker in self._tasks.keys() - workers:
+                    self._tasks.pop(worker).cancel()
+                for worker in workers - self._tasks.keys():
+                    self._tasks[worker] = asyncio.create_task(self._keep_reading(worker))
                 await asyncio.sleep(interval)
+        finally:
+            tasks, self._tasks = [*self._tasks.values()], {}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def has_stream(self, worker: Remote) -> bool:
         """Returns whether the worker reports its states."""
