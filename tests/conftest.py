@@ -136,7 +136,7 @@ def _bounded_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     before = _memory("VmRSS")
     yield
     added = _memory("VmHWM") - before
-    if _held(request.config) > KEPT_BYTES or _maps() > 8_000:
+    if _held(request.config) > KEPT_BYTES or _maps() > 20_000:
         _clear_test_caches()
         _drop_programs(request.config)
     assert request.config.getoption("--slow") or added < FILE_BYTES, (
