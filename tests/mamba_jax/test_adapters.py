@@ -72,7 +72,7 @@ def test_each_token_has_the_result_of_its_own_adapter(name, count):
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (4, 7))
     entries = np.array([1, 0, 2, 1])
     found = adapted_logits(model, stacks, tokens, entries)(stacks.arrays)
-    plain = nnx.jit(lambda model, tokens: model(tokens))
+    plain = jax.jit(lambda model, tokens: model(tokens))
     each = [model, merged(model, first), merged(model, second)]
     expected = np.stack([plain(each[entry], tokens[i : i + 1])[0] for i, entry in enumerate(entries)])
     moved = np.abs(expected - np.asarray(plain(model, tokens))).max(axis=(1, 2))
@@ -93,7 +93,7 @@ def test_rows_have_the_embedding_and_the_head_of_their_adapter(tied):
     before = run(stacks.arrays)
     for entry, tables in ((1, both), (2, head)):
         stacks.put(entry, stacks.entry_of({}, tables=tables))
-    found, plain = run(stacks.arrays), nnx.jit(lambda model, tokens: model(tokens))
+    found, plain = run(stacks.arrays), jax.jit(lambda model, tokens: model(tokens))
     np.testing.assert_array_equal(found[1], before[1])
     for row, tables in ((0, both), (2, head), (3, both)):
         weights = {f"{name}.weight": each for name, each in tables.items()}

@@ -19,13 +19,14 @@ from tests.support.engines.engines import QUICK_COMPILE
 from tests.support.models.random_models import random_model
 from tests.support.models.tiny_configs import EVERYTHING, SHARED, VOCAB
 from tests.support.models.tiny_training import NO_DRAFTS
+from tests.support.stored_jit import late
 
 CONFIGS = pytest.mark.parametrize("config", [EVERYTHING, SHARED], ids=["everything", "shared"])
 LENGTH = 19
 
 
 # These programs run once or twice: most of their time would go to making them fast.
-QUICK = functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
+QUICK = late(compiler_options=QUICK_COMPILE)
 
 
 @QUICK

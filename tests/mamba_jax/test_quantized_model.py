@@ -15,11 +15,12 @@ from mamba_jax.model import HybridModel, parameters
 from mamba_jax.sharding import Partition
 from tests.support.models.random_models import random_model
 from tests.support.models.tiny_configs import EVERYTHING, MAMBA, SHARED, VOCAB
+from tests.support.stored_jit import late
 
 WEIGHTS = re.compile(r"(proj(_\w+)?|latent_\w+|linear|up|down|embed|lm_head)\.weight|experts\.(up|down)")
 
 
-dequantize = jax.jit(Quantized.dequantize)
+dequantize = late(Quantized.dequantize)
 
 
 def narrow(path, weight, *, by_groups):
@@ -50,7 +51,7 @@ def both(config, by_groups):
 def test_says_what_the_wide_model_says(config, by_groups):
     few, wide = both(config, by_groups)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, 9)))
-    run = nnx.jit(lambda model, tokens: model(tokens))
+    run = jax.jit(lambda model, tokens: model(tokens))
     np.testing.assert_allclose(run(few, tokens), run(wide, tokens), atol=2e-4)
     assert few.num_parameters == wide.num_parameters
     assert few.dtype == jnp.float32

@@ -12,11 +12,12 @@ from mamba_jax.sampling import choose, draw_tokens, report_logprobs, sampling_ro
 from mamba_jax.sampling.draw_tokens import categorical
 from mamba_jax.sampling.logits import add_bias, penalize, truncate, weights_of
 from tests.support.sampling import asked_of, table_of
+from tests.support.stored_jit import late
 
 VOCAB = 300  # more than one block of those that argmax and draws go through, and no whole number of them
 
 
-@partial(jax.jit, static_argnames="supports")
+@late(static_argnames="supports")
 def chosen(logits, table, supports=False, **given):
     return choose(logits, asked_of(table, logits.shape, **given), supports=supports)
 
@@ -74,7 +75,7 @@ ROWS = [
 ]
 
 
-@jax.jit
+@late
 def processed(logits, table, index, counts, seen, drafts):
     logits = penalize(add_bias(logits, table, index), table, counts, seen, drafts)
     return truncate(weights_of(logits, table.temperature), table)

@@ -8,6 +8,7 @@ that may be traced, it is plain `jax.jit`.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import dataclasses
 import enum
@@ -29,7 +30,7 @@ import numpy as np
 from flax import nnx
 from jax._src.config import trace_context
 from jax._src.core import trace_state_clean
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh, Sharding, get_abstract_mesh
 
 from kernels_pallas import dispatch
 from mamba_jax.program_cache import look_of
@@ -63,13 +64,16 @@ class StoredJit:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._plain, name)
 
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        return self._plain.lower(*args, **kwargs) if get_abstract_mesh().size > 1 else _Lowered(self, args, kwargs)
+
     def __get__(self, owner: Any, kind: Any = None) -> Any:
         return self if owner is None else types.MethodType(self, owner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         sent, named, fixed = self._divided(args, kwargs)
         program = None
-        if trace_state_clean() and all(map(_is_stored_with, jax.tree.leaves((sent, named)))):
+        if _is_stored_with((sent, named)):
             key = look_of((sent, named)), repr(fixed), trace_context()
             if key not in self._programs:
                 try:
@@ -93,11 +97,13 @@ class StoredJit:
         fixed = {place: value for place, value in enumerate(args) if place in places}
         return sent, named, fixed | {name: value for name, value in kwargs.items() if name in names}
 
-    def _find(self, args: Any, kwargs: Any, sent: Any, named: Any, fixed: Any) -> jax.stages.Compiled:
+    def _find(
+        self, args: Any, kwargs: Any, sent: Any, named: Any, fixed: Any, compiler_options: Any = types.MappingProxyType({})
+    ) -> jax.stages.Compiled:
         """The program for such arguments; raises `_UnknownError` if it cannot be told by what it is found."""
         leaves, structure = jax.tree.flatten((sent, named))
         choice = dispatch._current.get() or dispatch.KernelChoice()
-        if replaced or choice.seen is not None:
+        if replaced or choice.seen is not None or get_abstract_mesh().size > 1:
             raise _UnknownError
         try:
             text = _text([self._function, fixed], ())
@@ -107,7 +113,7 @@ class StoredJit:
         kept = copy.copy(_kept())
         if kept is None:
             raise _UnknownError
-        called = f"{_structure(structure)}\n{_text(self._options, ())}"
+        called = f"{_structure(structure)}\n{_text(self._options, ())}\n{_text(dict(compiler_options), ())}"
         kept._description += f"\n{text}\n{called}"
         kept._surroundings += f"\n{called}"  # two programs of one text may differ in the compiler's options
 
@@ -118,13 +124,50 @@ class StoredJit:
                 raise _UnknownError
             return lowered
 
-        return kept.find((leaves,), lower, {}, choice)
+        return kept.find((leaves,), lower, compiler_options, choice)
 
 
-def _is_stored_with(leaf: Any) -> bool:
-    """Whether a program with such an argument may be stored: an array of the host, or of the first device."""
-    if isinstance(leaf, jax.Array):
-        return not isinstance(leaf, jax.core.Tracer) and leaf.devices() == set(jax.local_devices()[:1])
+class _Lowered:
+    """A program as `jax.stages.Lowered`, which is traced and lowered once it has to be."""
+
+    def __init__(self, jit: StoredJit, args: Any, kwargs: Any) -> None:
+        self._call, self._within = (jit, args, kwargs), (contextvars.copy_context(), trace_context())
+
+    @functools.cached_property
+    def _plain(self) -> jax.stages.Lowered:
+        (jit, args, kwargs), (context, settings) = self._call, self._within
+        assert settings == trace_context(), "it would be lowered with other settings"
+        return context.run(lambda: jit._plain.lower(*args, **kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)
+
+    def compile(self, compiler_options: Any = None) -> jax.stages.Compiled:
+        (jit, args, kwargs), (context, settings) = self._call, self._within
+        divided = jit._divided(args, kwargs)
+        if settings == trace_context() and _is_stored_with(divided[:2]):
+            with contextlib.suppress(_UnknownError):
+                return context.run(jit._find, args, kwargs, *divided, compiler_options or {})
+        return self._plain.compile(compiler_options)
+
+
+def late(function: Any = None, **options: Any) -> Any:
+    """`jax.jit` for functions of a test module: a `StoredJit` wherever that is in use."""
+    if function is None:
+        return functools.partial(late, **options)
+    forms = {form: form(function, **options) for form in (PLAIN, StoredJit)}
+    return functools.wraps(function)(lambda *args, **kwargs: forms[jax.jit](*args, **kwargs))
+
+
+def _is_stored_with(arguments: Any) -> bool:
+    """Whether a program with such arguments may be stored: arrays of the host, or of the first device."""
+    return trace_state_clean() and all(map(_is_of_the_first_device, jax.tree.leaves(arguments)))
+
+
+def _is_of_the_first_device(leaf: Any) -> bool:
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        placed = leaf.sharding and leaf.sharding.device_set
+        return not isinstance(leaf, jax.core.Tracer) and (placed is None or placed == set(jax.local_devices()[:1]))
     return isinstance(leaf, np.ndarray | np.generic)  # a number's type is weak
 
 
@@ -184,6 +227,8 @@ def _text(value: Any, within: tuple[int, ...]) -> str:
             if isinstance(value, jax.core.Tracer) or (isinstance(value, jax.Array) and len(value.devices()) > 1):
                 raise _UnknownError
             return f"{value.dtype}{value.shape} {hashlib.sha256(np.asarray(value).tobytes()).hexdigest()}"
+        case jax.ShapeDtypeStruct() | nnx.GraphDef():
+            return _without_addresses(repr(value))
         case Mesh() | Sharding():
             devices = value.devices.flat if isinstance(value, Mesh) else value.device_set
             if list(devices) != jax.local_devices()[:1]:
@@ -193,8 +238,12 @@ def _text(value: Any, within: tuple[int, ...]) -> str:
             graph, state = nnx.split(value)
             leaves = {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
             return f"{_without_addresses(repr(graph))} {part(leaves)}"
-    if dataclasses.is_dataclass(value) and not isinstance(value, type) and _is_found_by_name(type(value)):
-        return f"{type(value).__qualname__} {part({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})}"
+    if not isinstance(value, type) and _is_found_by_name(type(value)):
+        if dataclasses.is_dataclass(value):
+            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            return f"{type(value).__qualname__} {part(fields)}"
+        if _is_of_sources(type(value)) and type(value).__base__ is object:
+            return f"{type(value).__qualname__} {part(vars(value))}"
     raise _UnknownError
 
 
@@ -205,6 +254,11 @@ def _is_found_by_name(value: Any) -> bool:
     for each in name.split(".") if isinstance(name, str) and found is not None else ():
         found = getattr(found, each, None)
     return name is not None and found is value
+
+
+def _is_of_sources(kind: type) -> bool:
+    package, path = kind.__module__.partition(".")[0], getattr(sys.modules[kind.__module__], "__file__", None)
+    return package in SOURCES or (path is not None and Path(path).is_relative_to(TESTS))
 
 
 def _without_addresses(text: str) -> str:

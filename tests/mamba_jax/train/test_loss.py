@@ -20,6 +20,7 @@ from mamba_jax.train.loop import initial_values
 from mamba_jax.train.loss import build, rollout, training_loss
 from tests.support.models.tiny_configs import EVERYTHING, MOE
 from tests.support.models.tiny_training import CONFIG, NO_DRAFTS, batches
+from tests.support.stored_jit import late
 
 VALUES = initial_values(CONFIG, 1)
 # Larger than a fresh model's, so that nothing is lost in rounding.
@@ -28,13 +29,13 @@ TOKENS = jnp.asarray(batches()[0][:2, :13])
 MODEL = build(CONFIG, VALUES, jnp.float32)
 
 
-@jax.jit
+@late
 def hidden_of(tokens):
     flat, _ = MODEL.run(tokens.reshape(-1), SequenceLayout.of(*tokens.shape), None)
     return flat.reshape(*tokens.shape, -1)
 
 
-@jax.jit
+@late
 def draft(tokens, before):
     """Positions past those that count hold anything: everything is causal."""
     return MODEL.draft(tokens, before, SequenceLayout.of(1, tokens.shape[0]), None)[0]
@@ -173,14 +174,15 @@ def test_the_spread_of_the_load_shrinks(kind):
         router.weight[...] = jax.random.normal(jax.random.key(1), (8, 16)) * 0.1 + first
         before = spread(router)
 
-        @nnx.jit
+        @jax.jit
         def step(router):
             # The weights themselves are no loss: only what the router adds to their gradient moves it.
             gradient = nnx.grad(lambda router: 0.0 * choice_of(router).weights.sum())(router)
             router.weight[...] -= gradient.weight[...]
+            return router
 
         for _ in range(100):
-            step(router)
+            router = step(router)
         return before, spread(router)
 
     before, after = trained(1.0)

@@ -15,9 +15,10 @@ from mamba_jax.train.loss import build
 from mamba_jax.train.policy import Answers, PolicyTrainer, arithmetic_reward, equations, group_advantages, policy_loss
 from mamba_jax.train.score import score, sequence_logprobs
 from tests.support.models.tiny_training import CONFIG
+from tests.support.stored_jit import late
 
-scored = jax.jit(sequence_logprobs)
-loss_of = jax.jit(partial(policy_loss, config=CONFIG, dtype=jnp.float32, clip=0.2))
+scored = late(sequence_logprobs)
+loss_of = late(partial(policy_loss, config=CONFIG, dtype=jnp.float32, clip=0.2))
 
 
 @pytest.fixture(scope="module")

@@ -123,17 +123,18 @@ def draft_log_probs(model: HybridModel, tokens: np.ndarray) -> np.ndarray:
 
 def adapted_logits(model: HybridModel, stacks: Adapters, tokens: np.ndarray, entries: np.ndarray) -> Any:
     """A function from the arrays of adapters to logits of rows of tokens, whose adapters have these entries."""
-    graph, state = nnx.split(model)
 
-    @jax.jit
-    def run(state, arrays, tokens, adapter):
-        layered = nnx.merge(graph, state)
-        stacks.attach(layered, arrays)
+    @StoredJit
+    def run(layered, tokens, adapter):
         layout = dataclasses.replace(SequenceLayout.of(*tokens.shape), adapter=adapter)
         hidden, _ = layered.run(tokens.reshape(-1), layout, None)
         return layered.logits(hidden, adapter).reshape(*tokens.shape, -1)
 
-    return lambda arrays: np.asarray(run(state, arrays, tokens, np.repeat(entries, tokens.shape[1])))
+    def logits(arrays):
+        stacks.attach(layered := nnx.clone(model), arrays)
+        return np.asarray(run(layered, tokens, np.repeat(entries, tokens.shape[1])))
+
+    return logits
 
 
 def chosen_logprobs(choice: Any) -> list[float]:
