@@ -68,7 +68,7 @@ def few_and_slow(few, everything):
 
 ATTENDING_DIVIDED = [divided(model, n) for model in ATTENDING for n in (1, 4, 8)]
 FEW_ON_TPU = [
-    case("recurrence_update", NEMOTRON, chip="v5e", rows=8, steps=4),
+    case("recurrence_update", NEMOTRON, chip="v5e", rows=8, steps=4, marks=FULL),
     case("recurrence_update", BAMBA.divided(4), chip="v6e", rows=256, marks=FULL),
     case("recurrence_update", NANO.divided(8), chip="tpu7x", rows=8, steps=4, store=BF16, marks=FULL),
     case("recurrence_scan", BAMBA.divided(8), chip="v6e", tiles=1, tile_size=128, store=BF16, marks=FULL),
@@ -85,7 +85,7 @@ FEW_ON_TPU = [
     case("recurrence_scan", NEXT.divided(8), chip="v5e", tiles=16),
     case("recurrence_scan", LARGE.divided(8), chip="v6e", tiles=16, tile_size=64, marks=FULL),
     case("recurrence_scan", KIMI.divided(8), chip="v6e", tiles=16, marks=FULL),
-    case("recurrence_replay", NEXT, chip="v5e", steps=4),
+    case("recurrence_replay", NEXT, chip="v5e", steps=4, marks=FULL),
     case("recurrence_replay", KIMI, chip="v5e", steps=4, marks=FULL),
     case("recurrence_replay", NEXT.divided(8), chip="tpu7x", rows=8, store=BF16, marks=FULL),
     case("selective_scan", FALCON, chip="v6e", inner=8192, tiles=16, marks=FULL),

@@ -176,7 +176,7 @@ print(native.instructions())
 
 # Other tests have the widest set of the processor.
 @needs_native
-@pytest.mark.smoke
+@pytest.mark.full
 @pytest.mark.parametrize("instructions", ["baseline", "avx2", "avx512", "avx512_bf16", "amx_bf16"])
 def test_products_are_right_with_each_instruction_set(instructions):
     widest = native.instructions()

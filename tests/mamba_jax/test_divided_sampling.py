@@ -225,7 +225,8 @@ def run(moe, config, x, valid, mesh):
         return jax.jit(layer).lower(state, x, valid).compile(), (state, x, valid)
 
 
-@pytest.mark.parametrize("lot", ["even", "two have most", "one has all"])
+@pytest.mark.smoke("name")
+@pytest.mark.parametrize("lot", ["one has all", "even", "two have most"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_divided_experts_give_what_all_give(name, lot):
     """However the tokens choose: with all on one device, that one takes all of them piece by piece."""

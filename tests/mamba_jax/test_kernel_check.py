@@ -90,7 +90,8 @@ def test_planted_faults_are_found(calls, operation, change, found):
 
 def test_members_check_the_kernel_that_they_run():
     """Of divided pages: the values of its part, and the logarithms of the sums."""
-    found = calls_of(load_config("demo"), "gpu", dataclasses.replace(SIZES, members=2), dtype=jnp.float32)
+    config = dataclasses.replace(load_config("demo"), pattern="*-", mtp_pattern="")
+    found = calls_of(config, "gpu", dataclasses.replace(SIZES, members=2, intervals=(1,)), dtype=jnp.float32)
     calls = [call for call in found if "paged_attention" in call.operation]
     assert {call.operation for call in calls} == {"paged_attention_part"}
     for call, kernel in with_kernels(calls, "cpu", interpreted=True):
@@ -164,8 +165,9 @@ def test_sound_kernels_raise_no_alarm(model, dtype, quantization, types, pytestc
 @pytest.mark.smoke
 @pytest.mark.parametrize(("quantization", "narrow"), [("int8", "int8"), ("nvfp4", "float4_e2m1fn")])
 def test_weights_and_states_have_the_dtypes_of_the_engine(quantization, narrow):
-    checkpoint = Checkpoint("nemotron-3-nano-30b-a3b", dtype="bfloat16", quantization=quantization)
-    sizes = dataclasses.replace(SIZES, ssm_dtype=jnp.bfloat16, kv_dtype=jnp.float8_e4m3fn)
+    few = {"hybrid_override_pattern": "ME*E", "num_hidden_layers": 4}
+    checkpoint = Checkpoint("nemotron-3-nano-30b-a3b", dtype="bfloat16", quantization=quantization, hf_overrides=few)
+    sizes = dataclasses.replace(SIZES, intervals=(1,), ssm_dtype=jnp.bfloat16, kv_dtype=jnp.float8_e4m3fn)
     weights = quantized_weights(checkpoint.shapes())
     found = {call.operation: call for call in calls_of(checkpoint.config, "gpu", sizes, weights=weights)}
     products = [found["quantized_linear"], found["quantized_grouped_matmul"]]

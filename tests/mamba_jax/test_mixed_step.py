@@ -69,6 +69,7 @@ def test_a_mixed_step_is_a_decode_step_and_a_prefill_step(name, source, interval
             np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-4)
 
 
+@dataclasses.dataclass
 class AdapterReporter:
     """A model whose most likely token after each token is the number of the token's adapter."""
 

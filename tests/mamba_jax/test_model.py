@@ -26,7 +26,7 @@ LENGTH = 19
 
 
 # These programs run once or twice: most of their time would go to making them fast.
-QUICK = late(compiler_options=QUICK_COMPILE)
+QUICK = functools.partial(late, compiler_options=QUICK_COMPILE)
 
 
 @QUICK

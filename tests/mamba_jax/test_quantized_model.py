@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from checkpoints.quantized.rounding import Rounding
 from kernels_pallas.quantized import Quantized

@@ -1,6 +1,7 @@
 """A prefill step whose tokens are divided over members gives what it gives on one device: outputs, states and pages."""
 
 import dataclasses
+import re
 from functools import partial
 from types import SimpleNamespace
 
@@ -209,9 +210,12 @@ def assert_same(found, *, exact=False):
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one[1:], other[1:], **of_state), state, want_state)
 
 
-@pytest.mark.parametrize(
-    "form", [pytest.param(form, marks=[pytest.mark.full] * ("over slow links" in form)) for form in FORMS]
-)
+# Forms of which other forms have each part.
+ALIKE = "groups divide|heads of a mixer do not divide|pairs, delta|gated linear unit|rounded states|.* over slow links"
+MARKED = [pytest.param(form, marks=[pytest.mark.full] * bool(re.fullmatch(ALIKE, form))) for form in FORMS]
+
+
+@pytest.mark.parametrize("form", MARKED)
 def test_a_divided_step(form):
     assert_same(FORMS[form]())
 
@@ -235,7 +239,8 @@ def test_another_order_of_merging_is_seen(monkeypatch):
         assert_same(attended(), exact=True)
 
 
-@pytest.mark.parametrize("form", ["convolution", "groups divide", "members share a group", "selective", "pairs"])
+@pytest.mark.smoke
+@pytest.mark.parametrize("form", ["members share a group", "convolution", "groups divide", "selective", "pairs"])
 def test_states_written_one_by_one_as_on_tpu(form, monkeypatch):
     """Without outputs, whose exchange a CPU may run in another order on each device."""
     monkeypatch.setattr(ShareLayout, "_write_at_once", ShareLayout._write_each)
@@ -354,7 +359,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.smoke("fault")
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("place", "fault", "form"),
     [

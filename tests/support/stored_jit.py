@@ -33,6 +33,7 @@ from jax._src.core import trace_state_clean
 from jax.sharding import Mesh, Sharding, get_abstract_mesh
 
 from kernels_pallas import dispatch
+from mamba_jax.kernel_check.values import Values
 from mamba_jax.program_cache import look_of
 from serving.engine.compiled_programs import KeptPrograms, keep_programs
 from serving.state_transfer.identity import source_digest
@@ -73,7 +74,7 @@ class StoredJit:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         sent, named, fixed = self._divided(args, kwargs)
         program = None
-        if _is_stored_with((sent, named)):
+        if trace_state_clean() and all(map(_is_stored_with, jax.tree.leaves((sent, named)))):
             key = look_of((sent, named)), repr(fixed), trace_context()
             if key not in self._programs:
                 try:
@@ -97,13 +98,13 @@ class StoredJit:
         fixed = {place: value for place, value in enumerate(args) if place in places}
         return sent, named, fixed | {name: value for name, value in kwargs.items() if name in names}
 
-    def _find(
-        self, args: Any, kwargs: Any, sent: Any, named: Any, fixed: Any, compiler_options: Any = types.MappingProxyType({})
-    ) -> jax.stages.Compiled:
+    def _find(self, args: Any, kwargs: Any, sent: Any, named: Any, fixed: Any, options: Any = None) -> Any:
         """The program for such arguments; raises `_UnknownError` if it cannot be told by what it is found."""
         leaves, structure = jax.tree.flatten((sent, named))
         choice = dispatch._current.get() or dispatch.KernelChoice()
         if replaced or choice.seen is not None or get_abstract_mesh().size > 1:
+            raise _UnknownError
+        if not trace_state_clean() or not all(map(_is_stored_with, leaves)):
             raise _UnknownError
         try:
             text = _text([self._function, fixed], ())
@@ -113,61 +114,52 @@ class StoredJit:
         kept = copy.copy(_kept())
         if kept is None:
             raise _UnknownError
-        called = f"{_structure(structure)}\n{_text(self._options, ())}\n{_text(dict(compiler_options), ())}"
+        called = f"{_structure(structure)}\n{_text([self._options, options or {}], ())}"
         kept._description += f"\n{text}\n{called}"
         kept._surroundings += f"\n{called}"  # two programs of one text may differ in the compiler's options
 
         def lower() -> jax.stages.Lowered:
-            lowered = self._plain.lower(*args, **kwargs)
+            # As another function: what JAX has read from its own cache for this one cannot be stored.
+            fresh = functools.wraps(self._function)(lambda *args, **kwargs: self._function(*args, **kwargs))
+            lowered: jax.stages.Lowered = PLAIN(fresh, **self._options).lower(*args, **kwargs)
             divided = lowered.compiler_ir().operation.attributes["mhlo.num_partitions"]
             if divided.value > 1:  # a program is read back for one device, and for several XLA ends the process
                 raise _UnknownError
             return lowered
 
-        return kept.find((leaves,), lower, compiler_options, choice)
+        return kept.find((leaves,), lower, options or {}, choice)
 
 
 class _Lowered:
     """A program as `jax.stages.Lowered`, which is traced and lowered once it has to be."""
 
     def __init__(self, jit: StoredJit, args: Any, kwargs: Any) -> None:
-        self._call, self._within = (jit, args, kwargs), (contextvars.copy_context(), trace_context())
-
-    @functools.cached_property
-    def _plain(self) -> jax.stages.Lowered:
-        (jit, args, kwargs), (context, settings) = self._call, self._within
-        assert settings == trace_context(), "it would be lowered with other settings"
-        return context.run(lambda: jit._plain.lower(*args, **kwargs))
+        within = contextvars.copy_context().run
+        self._lower = functools.cache(lambda: within(jit._plain.lower, *args, **kwargs))
+        self._find = functools.partial(within, jit._find, args, kwargs, *jit._divided(args, kwargs))
+        self._settings = trace_context()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._plain, name)
+        return getattr(self._lower(), name)
 
     def compile(self, compiler_options: Any = None) -> jax.stages.Compiled:
-        (jit, args, kwargs), (context, settings) = self._call, self._within
-        divided = jit._divided(args, kwargs)
-        if settings == trace_context() and _is_stored_with(divided[:2]):
-            with contextlib.suppress(_UnknownError):
-                return context.run(jit._find, args, kwargs, *divided, compiler_options or {})
-        return self._plain.compile(compiler_options)
+        assert trace_context() == self._settings
+        with contextlib.suppress(_UnknownError):
+            return self._find(compiler_options)
+        return self._lower().compile(compiler_options)
 
 
-def late(function: Any = None, **options: Any) -> Any:
+def late(function: Any, **options: Any) -> Any:
     """`jax.jit` for functions of a test module: a `StoredJit` wherever that is in use."""
-    if function is None:
-        return functools.partial(late, **options)
     forms = {form: form(function, **options) for form in (PLAIN, StoredJit)}
     return functools.wraps(function)(lambda *args, **kwargs: forms[jax.jit](*args, **kwargs))
 
 
-def _is_stored_with(arguments: Any) -> bool:
-    """Whether a program with such arguments may be stored: arrays of the host, or of the first device."""
-    return trace_state_clean() and all(map(_is_of_the_first_device, jax.tree.leaves(arguments)))
-
-
-def _is_of_the_first_device(leaf: Any) -> bool:
+def _is_stored_with(leaf: Any) -> bool:
+    """Whether a program with such an argument may be stored: an array of the host, or of the first device."""
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        placed = leaf.sharding and leaf.sharding.device_set
-        return not isinstance(leaf, jax.core.Tracer) and (placed is None or placed == set(jax.local_devices()[:1]))
+        first = leaf.sharding is None or leaf.sharding.device_set == set(jax.local_devices()[:1])
+        return not isinstance(leaf, jax.core.Tracer) and first
     return isinstance(leaf, np.ndarray | np.generic)  # a number's type is weak
 
 
@@ -227,6 +219,8 @@ def _text(value: Any, within: tuple[int, ...]) -> str:
             if isinstance(value, jax.core.Tracer) or (isinstance(value, jax.Array) and len(value.devices()) > 1):
                 raise _UnknownError
             return f"{value.dtype}{value.shape} {hashlib.sha256(np.asarray(value).tobytes()).hexdigest()}"
+        case Values():
+            return f"values {part(vars(value))}"
         case jax.ShapeDtypeStruct() | nnx.GraphDef():
             return _without_addresses(repr(value))
         case Mesh() | Sharding():
@@ -238,12 +232,8 @@ def _text(value: Any, within: tuple[int, ...]) -> str:
             graph, state = nnx.split(value)
             leaves = {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
             return f"{_without_addresses(repr(graph))} {part(leaves)}"
-    if not isinstance(value, type) and _is_found_by_name(type(value)):
-        if dataclasses.is_dataclass(value):
-            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-            return f"{type(value).__qualname__} {part(fields)}"
-        if _is_of_sources(type(value)) and type(value).__base__ is object:
-            return f"{type(value).__qualname__} {part(vars(value))}"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type) and _is_found_by_name(type(value)):
+        return f"{type(value).__qualname__} {part({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})}"
     raise _UnknownError
 
 
@@ -254,11 +244,6 @@ def _is_found_by_name(value: Any) -> bool:
     for each in name.split(".") if isinstance(name, str) and found is not None else ():
         found = getattr(found, each, None)
     return name is not None and found is value
-
-
-def _is_of_sources(kind: type) -> bool:
-    package, path = kind.__module__.partition(".")[0], getattr(sys.modules[kind.__module__], "__file__", None)
-    return package in SOURCES or (path is not None and Path(path).is_relative_to(TESTS))
 
 
 def _without_addresses(text: str) -> str:
