@@ -68,12 +68,13 @@ class TestTwo(Operation):
 
 
 @pytest.fixture
-def selected(pytester):
+def selected(pytester, monkeypatch):
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # each run would import all plugins anew
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(test_examples=EXAMPLES, test_kernel=KERNEL)
 
     def run(*arguments):
-        result = pytester.runpytest_inprocess("--collect-only", "-q", "-p", "no:jaxtyping", *arguments)
+        result = pytester.runpytest_inprocess("--collect-only", "-q", *arguments)
         return sorted(line.split("::", 1)[1] for line in result.outlines if "::" in line)
 
     return run

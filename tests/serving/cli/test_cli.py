@@ -4,6 +4,7 @@ import functools
 import json
 import re
 from pathlib import Path
+from unittest import mock
 
 import jax
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from checkpoints.resolve import DEMO_DIRECTORY
 from mamba_jax.train.corpus import SAMPLE_TEXT
 from serving.cli.main import run, translate_arguments
+from serving.config import ConfigError
 from serving.engine.llm import LLM
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -18,7 +20,6 @@ GOLDEN, LFM2 = (ROOT / "tests" / "golden" / name for name in ("nemotronh", "lfm2
 HOSTS = "--coordinator a:1 --num-hosts 2 --host-id 0"
 SMALL = [
     "--model", str(GOLDEN), "--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "64",
-    "--no-compilation-cache",
 ]  # fmt: skip
 
 
@@ -140,7 +141,7 @@ def test_mistakes_are_one_line_and_exit_code_2(arguments, said, capfd, monkeypat
 
 
 def test_one_prompt_is_streamed_to_stdout(capfd):
-    arguments = ["--max-tokens", "4", "--max-model-len", "128", "--no-compilation-cache", "--ignore-eos"]
+    arguments = ["--max-tokens", "4", "--max-model-len", "128", "--ignore-eos"]
     assert run(["generate", "The quick brown fox", *arguments]) == 0
     out, err = capfd.readouterr()
     assert out.startswith("The quick brown fox")
@@ -151,6 +152,9 @@ def test_one_prompt_is_streamed_to_stdout(capfd):
     out_again, err = capfd.readouterr()
     assert out_again == out
     assert "decoding keeps" in err
+    with mock.patch("serving.engine.llm.LLM", side_effect=ConfigError("not made")) as llm:
+        assert run(["generate", "x", "--no-compilation-cache"]) == 2
+    assert llm.call_args.kwargs["compilation_cache"] is False
 
 
 YARN = '{"rope_scaling": {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 262144}}'
@@ -164,11 +168,16 @@ KERNELS = ["--model", "nemotron-3-nano-30b-a3b", "--kernels", "--platform"]
         (["--model", "mamba2-2.7b"], ("none: no attention",)),
         (["--model", "qwen3-next-80b-a3b", "--hf-overrides", YARN], ("1,048,576",)),
         (["--model", str(LFM2), "--adapter", str(LFM2 / "adapter")], ("(100.0% of their parameters)",)),
-        ([*KERNELS, "tpu"], ("decode: paged_attention pallas_tpu", "prefill: gated_scan pallas_tpu")),
-        pytest.param(
-            [*KERNELS, "gpu"],
-            ("decode: gated_update pallas_gpu", "expert_mlp xla (not pallas_gpu: 2048 tokens, more than"),
-            marks=pytest.mark.full,
+        (
+            ["--kernels", "--platform", "tpu"],
+            ("decode: paged_attention xla (not pallas_tpu: heads have a size of 32,",),
+        ),
+        *(
+            pytest.param([*KERNELS, platform], lines, marks=pytest.mark.full)
+            for platform, lines in (
+                ("tpu", ("decode: paged_attention pallas_tpu", "prefill: gated_scan pallas_tpu")),
+                ("gpu", ("decode: gated_update pallas_gpu", "expert_mlp xla (not pallas_gpu: 2048 tokens, more than")),
+            )
         ),
     ],
 )
@@ -293,7 +302,7 @@ def test_options_from_the_environment(variable, value, words, said, capfd, monke
         ("no_such: 1", "config file flags.yaml: unknown option 'no_such'"),
         ("max_model_len: 2020-13-45", "config file flags.yaml: month must be in 1..12"),
         ("max_model_len: " + "1" * 5000, "config file flags.yaml: Exceeds the limit"),
-        ("[" * 5000, "config file flags.yaml: maximum recursion depth exceeded"),
+        ("[" * 1000, "config file flags.yaml: maximum recursion depth exceeded"),
         ("hf_overrides: &a {a: *a}", "config file flags.yaml: Circular reference"),
         ('hf_overrides: \'{"a": ' + "1" * 5000 + "}'", "hf_overrides: not JSON (Exceeds the limit"),
         ("max_model_length: 1", "unknown option 'max_model_length'; did you mean 'max_model_len'?"),
