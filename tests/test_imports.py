@@ -66,12 +66,18 @@ PARTS = {
 @functools.cache
 def statements(path: Path) -> list[tuple[ast.Import | ast.ImportFrom, bool]]:
     """The import statements of a file, with whether each stands inside a function."""
-    tree = ast.parse(path.read_text())
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    inside = {id(node) for function in functions for node in ast.walk(function)}
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
-    assert not any(isinstance(node, ast.ImportFrom) and node.level for node in found), f"{path} has a relative import"
-    return [(node, id(node) in inside) for node in found]
+    found = [*imports_below(ast.parse(path.read_text()))]
+    relative = [node for node, _ in found if isinstance(node, ast.ImportFrom) and node.level]
+    assert not relative, f"{path} has a relative import"
+    return found
+
+
+def imports_below(node: ast.AST, lazy: bool = False) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child, lazy
+        elif isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+            yield from imports_below(child, lazy or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def imports(path: Path) -> Iterator[tuple[str, bool]]:

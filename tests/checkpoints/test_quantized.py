@@ -27,7 +27,11 @@ from serving.config import ConfigError, EngineConfig
 from tests.checkpoints.checks import assert_equal, load, message, values
 from tests.support.models.quantized_checkpoints import CONFIGS, METHODS, config_of, fp8, write_mixed, write_quantized
 
-dequantize = jax.jit(Quantized.dequantize)
+
+@jax.jit
+def dequantized(weights):
+    """All of a model at once: to trace and compile one for each shape takes longer than all else."""
+    return jax.tree.map(Quantized.dequantize, weights, is_leaf=lambda each: isinstance(each, Quantized))
 
 
 def assert_stands_for(quantized, wide, *, narrow=True):
@@ -35,8 +39,9 @@ def assert_stands_for(quantized, wide, *, narrow=True):
     few, expected = values(load(quantized)), values(load(wide))
     found = quantized_weights(few)
     assert bool(found) == narrow
+    wide_again = few | dequantized(found)
     for path, value in expected.items():
-        got = dequantize(found[path]) if path in found else few[path]
+        got = wide_again[path]
         assert got.shape == value.shape
         np.testing.assert_allclose(got, value, rtol=2e-6, atol=1e-7, err_msg=path)
 
@@ -232,8 +237,8 @@ def test_products_are_quantized_and_nothing_else(wide, kind):
         "mixer.router.weight",
     }
     assert {"embed.weight", "lm_head.weight"} <= left
-    for path, weight in found.items():
-        error = np.abs(np.asarray(dequantize(weight)) - np.asarray(all_of[path])).max()
+    for path, weight in dequantized(found).items():
+        error = np.abs(np.asarray(weight) - np.asarray(all_of[path])).max()
         assert error <= WORST[kind] * np.abs(all_of[path]).max()
     assert forms(few) == forms(Checkpoint(wide, dtype="float32", quantization=kind).shapes())
 
@@ -258,6 +263,7 @@ def test_convert_writes_what_loading_makes(wide, tmp_path):
     assert "no effect without quantization" in message(load, tmp_path / "orbax", quantization_exclude=["o_proj"])
 
 
+@pytest.mark.smoke("kind")
 @pytest.mark.parametrize("kind", QUANTIZATIONS)
 @pytest.mark.parametrize("model", ["latent", "granite", "falcon"])
 def test_hugging_face_form_says_what_loading_makes(model, kind, tmp_path):
@@ -270,8 +276,7 @@ def test_hugging_face_form_says_what_loading_makes(model, kind, tmp_path):
     assert description["quant_method"] == "compressed-tensors"
     assert "lm_head" in description["ignore"] or "tie" in str(config_of(model))
     expected, got = values(load(source, **flags)), values(load(tmp_path / "narrow"))
-    stands_for = [{path: np.asarray(dequantize(weight)) for path, weight in quantized_weights(v).items()}
-                  for v in (expected, got)]  # fmt: skip
+    stands_for = [dequantized(quantized_weights(v)) for v in (expected, got)]
     assert stands_for[0].keys() == stands_for[1].keys() != set()
     for path, weight in stands_for[0].items():
         np.testing.assert_array_equal(stands_for[1][path], weight, err_msg=path)
@@ -292,8 +297,8 @@ def test_what_hugging_face_form_cannot_be_written_from(wide, tmp_path):
 def test_dummy_weights_can_be_quantized(wide):
     few = values(load(wide, load_format="dummy", quantization="nvfp4"))
     dense = values(load(wide, load_format="dummy"))
-    for path, weight in quantized_weights(few).items():
-        assert np.abs(dequantize(weight) - dense[path]).max() <= WORST["nvfp4"] * np.abs(dense[path]).max()
+    for path, weight in dequantized(quantized_weights(few)).items():
+        assert np.abs(weight - dense[path]).max() <= WORST["nvfp4"] * np.abs(dense[path]).max()
 
 
 def test_quantized_checkpoints_are_described_and_not_quantized_again(tmp_path, capsys):

@@ -8,7 +8,7 @@ import random
 import httpx
 import pytest
 
-TOKENS = 24
+TOKENS = 16
 
 
 async def read(client: httpx.AsyncClient, prompt: list[int], leave_after: int | None, choices: list[dict]) -> None:

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from checkpoints.random import random_tensors, write_random
+from checkpoints.random import random_tensors
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 E4M3, E2M1, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.float4_e2m1fn, ml_dtypes.bfloat16
@@ -246,7 +246,7 @@ def write_quantized(
         stored |= {f"{module}.{suffix}": part for suffix, part in parts.items()}
     for kind_of, content, extra in (("narrow", stored, {"quantization_config": dict(description)}), ("wide", wide, {})):
         folder = directory / kind_of
-        write_random(folder, hf_config, seed=SEED)
+        folder.mkdir(parents=True)
         fields = {**hf_config, **extra, "dtype": "bfloat16"}
         (folder / "config.json").write_text(json.dumps(fields, indent=1))
         save_file({k: np.ascontiguousarray(v) for k, v in content.items()}, folder / "model.safetensors")

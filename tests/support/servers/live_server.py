@@ -32,7 +32,7 @@ ENGINE = processes.ENGINE | {
 }  # fmt: skip
 
 STEPS_IN_A_THIRD = {"xla_backend_optimization_level": 1}
-"""Compiles for twice as long as the least, but tests of the APIs run thousands of steps, each in a third of the time."""
+"""Compiles for twice as long as the least, but tests of HTTP run thousands of steps, each in a third of the time."""
 
 
 @contextlib.contextmanager
