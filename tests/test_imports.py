@@ -66,18 +66,13 @@ PARTS = {
 @functools.cache
 def statements(path: Path) -> list[tuple[ast.Import | ast.ImportFrom, bool]]:
     """The import statements of a file, with whether each stands inside a function."""
-    found = [*imports_below(ast.parse(path.read_text()))]
-    relative = [node for node, _ in found if isinstance(node, ast.ImportFrom) and node.level]
-    assert not relative, f"{path} has a relative import"
+    nodes: list[tuple[ast.AST, bool]] = [(ast.parse(path.read_text()), False)]
+    for node, lazy in nodes:  # which grows; expressions import nothing
+        inside = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        nodes += [(child, inside) for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr)]
+    found = [(node, lazy) for node, lazy in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert not any(getattr(node, "level", 0) for node, _ in found), f"{path} has a relative import"
     return found
-
-
-def imports_below(node: ast.AST, lazy: bool = False) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Import | ast.ImportFrom):
-            yield child, lazy
-        elif isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
-            yield from imports_below(child, lazy or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def imports(path: Path) -> Iterator[tuple[str, bool]]:

@@ -24,14 +24,15 @@ from tests.checkpoints.checks import assert_equal, load, message, values
 from tests.support.models.golden_case import FIXTURES, NAMES
 from tests.support.models.tiny_configs import CHECKPOINT
 
-BAMBA, GRANITE, MAMBA2 = (read_json(FIXTURES / name / "config.json") for name in ("bamba", "granite-rope", "mamba2"))
+CONFIGS = {name: read_json(FIXTURES / name / "config.json") for name in NAMES}
+BAMBA, GRANITE, MAMBA2 = (CONFIGS[name] for name in ("bamba", "granite-rope", "mamba2"))
 
 
 @pytest.mark.smoke("pattern")
 @pytest.mark.parametrize(
     ("raw", "pattern"),
-    [(BAMBA, "*-"), (MAMBA2, "-"), (CHECKPOINT | {"num_nextn_predict_layers": 0}, "*-"), (GRANITE, "*-")],
-    ids=["bamba", "mamba2", "nemotron_h", "granite"],
+    [(BAMBA, "*-"), (GRANITE, "*-"), (MAMBA2, "-"), (CHECKPOINT | {"num_nextn_predict_layers": 0}, "*-")],
+    ids=["bamba", "granite", "mamba2", "nemotron_h"],
 )
 def test_a_layer_is_added(tmp_path, raw, pattern):
     source = write_random(tmp_path / "source", raw, seed=1, dtype="bfloat16")
@@ -64,11 +65,7 @@ def test_what_cannot_be_added(tmp_path):
 
 
 @pytest.mark.smoke("kind")
-@pytest.mark.parametrize(
-    ("golden", "kind"),
-    [(FIXTURES / name, read_json(FIXTURES / name / "config.json")["model_type"]) for name in NAMES],
-    ids=NAMES,
-)
+@pytest.mark.parametrize(("golden", "kind"), [(FIXTURES / n, c["model_type"]) for n, c in CONFIGS.items()], ids=CONFIGS)
 def test_a_saved_model_has_the_tensors_that_transformers_wrote(golden, kind, tmp_path):
     """Names may be another of the spellings that the family reads; all values come back, and transformers' names are
     kept where a checkpoint has one spelling only."""

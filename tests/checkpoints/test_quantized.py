@@ -27,11 +27,8 @@ from serving.config import ConfigError, EngineConfig
 from tests.checkpoints.checks import assert_equal, load, message, values
 from tests.support.models.quantized_checkpoints import CONFIGS, METHODS, config_of, fp8, write_mixed, write_quantized
 
-
-@jax.jit
-def dequantized(weights):
-    """All of a model at once: to trace and compile one for each shape takes longer than all else."""
-    return jax.tree.map(Quantized.dequantize, weights, is_leaf=lambda each: isinstance(each, Quantized))
+# All of a model at once: one for each shape would be many programs.
+dequantized = jax.jit(partial(jax.tree.map, Quantized.dequantize, is_leaf=lambda each: isinstance(each, Quantized)))
 
 
 def assert_stands_for(quantized, wide, *, narrow=True):
@@ -39,11 +36,10 @@ def assert_stands_for(quantized, wide, *, narrow=True):
     few, expected = values(load(quantized)), values(load(wide))
     found = quantized_weights(few)
     assert bool(found) == narrow
-    wide_again = few | dequantized(found)
+    few |= dequantized(found)
     for path, value in expected.items():
-        got = wide_again[path]
-        assert got.shape == value.shape
-        np.testing.assert_allclose(got, value, rtol=2e-6, atol=1e-7, err_msg=path)
+        assert few[path].shape == value.shape
+        np.testing.assert_allclose(few[path], value, rtol=2e-6, atol=1e-7, err_msg=path)
 
 
 def written(tmp_path, model, method):

@@ -119,12 +119,10 @@ def test_a_required_call(server, monkeypatch, form):
 
 
 def test_several_calls_at_once(server):
-    calls = ask(
-        server, tool_choice="required", tools=[EMPTY], temperature=1.0, seed=3, n=4, max_completion_tokens=150
-    ).choices
-    assert all(choice.message.tool_calls for choice in calls)
-    assert all(len(choice.message.tool_calls) <= 16 for choice in calls)
-    assert max(len(choice.message.tool_calls) for choice in calls) > 1
+    answer = ask(server, tool_choice="required", tools=[EMPTY], temperature=1.0, seed=3, n=4, max_completion_tokens=150)
+    counts = [len(choice.message.tool_calls or ()) for choice in answer.choices]
+    assert all(1 <= count <= 16 for count in counts)
+    assert max(counts) > 1
 
 
 def test_allowed_tools(server):

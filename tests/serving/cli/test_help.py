@@ -28,40 +28,40 @@ MAY_IMPORT = {
 """Packages that `--help` of any command may import, the standard library aside."""
 
 
-PAGES = [[], ["bench"], ["--help"], ["--version"], *([name, "--help"] for name in COMMANDS), ["serve", "--help-all"]]
-# Each page is that of a process that has only loaded what all commands do.
 SCRIPT = """
 import json, os, sys
 before = set(sys.modules)
 from serving.cli.main import run
 for words in json.loads(sys.argv[1]):
-    if os.fork():
-        assert os.wait()[1] == 0, words
-        continue
-    assert run(words) == 0
-    print("\\n" + json.dumps(sorted(set(sys.modules) - before)), end="\\f", flush=True)
-    os._exit(0)
+    if not os.fork():
+        assert run(words) == 0
+        print("\\n" + json.dumps([*set(sys.modules) - before]), end="\\f", flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0, words
 """
 
 
-@pytest.fixture(scope="module")
-def pages():
+def test_a_page_fits_80_characters_and_imports_only_what_is_listed():
+    pages = [
+        [],
+        ["bench"],
+        ["--help"],
+        ["--version"],
+        ["serve", "--help-all"],
+        *([name, "--help"] for name in COMMANDS),
+    ]
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(PAGES)], capture_output=True, text=True, cwd=ROOT, check=True,
+        [sys.executable, "-c", SCRIPT, json.dumps(pages)], capture_output=True, text=True, cwd=ROOT, check=True,
         env=os.environ | {"COLUMNS": "200"},
     )  # fmt: skip
     assert not done.stderr
-    return dict(zip(map(" ".join, PAGES), done.stdout.split("\f"), strict=False))
-
-
-@pytest.mark.parametrize("arguments", PAGES, ids=lambda words: " ".join(words) or "mamba-jax")
-def test_a_page_fits_80_characters_and_imports_only_what_is_listed(pages, arguments):
-    *page, modules = pages[" ".join(arguments)].splitlines()
-    names = {name.split(".")[0] for name in json.loads(modules)} - set(sys.stdlib_module_names)
-    assert {name for name in names if not name.startswith(("_", "cython"))} <= MAY_IMPORT
-    assert page[0].startswith("mamba-jax" if arguments == ["--version"] else "Usage: mamba-jax")
-    assert max(map(len, page)) <= 80
-    assert not re.search(r" <(?!/?think>)[a-z]", "\n".join(page)), "types are written as INTEGER, TEXT, ..."
+    for arguments, said in zip(pages, done.stdout.removesuffix("\f").split("\f"), strict=True):
+        *page, modules = said.splitlines()
+        names = {name.split(".")[0] for name in json.loads(modules)} - set(sys.stdlib_module_names)
+        assert {name for name in names if not name.startswith(("_", "cython"))} <= MAY_IMPORT, arguments
+        assert page[0].startswith("mamba-jax" if arguments == ["--version"] else "Usage: mamba-jax")
+        assert max(map(len, page)) <= 80
+        assert not re.search(r" <(?!/?think>)[a-z]", "\n".join(page)), "types are written as INTEGER, TEXT, ..."
 
 
 def test_serve_shows_common_options_and_the_others_on_request(capsys):
