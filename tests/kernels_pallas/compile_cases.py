@@ -90,7 +90,7 @@ FEW_ON_TPU = [
     case("recurrence_replay", NEXT.divided(8), chip="tpu7x", rows=8, store=BF16, marks=FULL),
     case("selective_scan", FALCON, chip="v6e", inner=8192, tiles=16, marks=FULL),
     case("selective_update", FALCON, chip="v5e", inner=1024, steps=4, marks=FULL),
-    case("paged_attention", ATTENDING[1], chip="v5e", rows=64, q_len=4),
+    case("paged_attention", ATTENDING[1], chip="v5e", rows=64, q_len=4, marks=FULL),
     case("paged_attention", divided(ATTENDING[0], 8), chip="v6e", rows=64, marks=FULL),
     case("paged_attention", divided(ATTENDING[1], 8), chip="tpu7x", rows=4, blocks_of_row=4, q_len=128, marks=FULL),
     case("paged_attention", ATTENDING[0], chip="v5e", rows=64, store=FP8, marks=FULL),

@@ -1,7 +1,7 @@
 """Kernels compiled by the TPU's own compiler at the sizes of real models: it takes them (so VMEM suffices), they update
 the store in place, and allocate nothing of the store's size.
 
-Two by default, a few of each operation with --full; all with --slow.
+One by default, a few of each operation with --full; all with --slow.
 """
 
 import dataclasses

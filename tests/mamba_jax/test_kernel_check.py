@@ -88,6 +88,7 @@ def test_planted_faults_are_found(calls, operation, change, found):
     assert bool(wrong) == bool(found)
 
 
+@pytest.mark.full
 def test_members_check_the_kernel_that_they_run():
     """Of divided pages: the values of its part, and the logarithms of the sums."""
     config = dataclasses.replace(load_config("demo"), pattern="*-", mtp_pattern="")
@@ -177,7 +178,6 @@ def test_weights_and_states_have_the_dtypes_of_the_engine(quantization, narrow):
 
 
 @pytest.mark.full
-@pytest.mark.smoke
 @pytest.mark.parametrize(
     "model",
     ["nemotron-h-8b", "nemotron-3-nano-30b-a3b", "qwen3-next-80b-a3b", "falcon-mamba-7b", "kimi-linear-48b-a3b"],

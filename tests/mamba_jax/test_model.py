@@ -16,6 +16,7 @@ from mamba_jax.model import HybridModel, parameters
 from mamba_jax.train.loss import training_loss
 from mamba_jax.train.score import sequence_logprobs
 from tests.support.engines.engines import QUICK_COMPILE
+from tests.support.models.golden_case import _log_probs as score
 from tests.support.models.random_models import random_model
 from tests.support.models.tiny_configs import EVERYTHING, SHARED, VOCAB
 from tests.support.models.tiny_training import NO_DRAFTS
@@ -27,12 +28,6 @@ LENGTH = 19
 
 # These programs run once or twice: most of their time would go to making them fast.
 QUICK = functools.partial(late, compiler_options=QUICK_COMPILE)
-
-
-@QUICK
-def score(model, tokens, lengths):
-    """Log-probabilities of two sequences; compiled once per config and dtype for all tests."""
-    return jax.nn.log_softmax(model(tokens, lengths))
 
 
 def scorer(config):

@@ -86,9 +86,10 @@ CONFIG = HybridConfig(
 )  # fmt: skip
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"bias": True, "qk_norm": QKNormConfig(1e-5)}, {"output_gate": True}, {"num_heads": 5, "num_kv_heads": 1}],
+    [{"bias": True, "qk_norm": QKNormConfig(1e-5), "output_gate": True}, {}, {"num_heads": 5, "num_kv_heads": 1}],
 )
 def test_results_are_those_of_the_model_without_padding(changes):
     config = dataclasses.replace(CONFIG, attention=dataclasses.replace(ATTENTION, **changes))

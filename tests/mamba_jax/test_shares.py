@@ -211,7 +211,9 @@ def assert_same(found, *, exact=False):
 
 
 # Forms of which other forms have each part.
-ALIKE = "groups divide|heads of a mixer do not divide|pairs, delta|gated linear unit|rounded states|.* over slow links"
+ALIKE = (
+    "convolution|(pairs, )?delta|selective|groups divide|heads .*|gated linear unit|rounded states|.* over slow links"
+)
 MARKED = [pytest.param(form, marks=[pytest.mark.full] * bool(re.fullmatch(ALIKE, form))) for form in FORMS]
 
 

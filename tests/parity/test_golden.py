@@ -22,6 +22,7 @@ def test_whole_sequences_agree_with_hugging_face(case):
         assert np.abs(np.take_along_axis(full[positions], ids, axis=1) - expected).max() <= TO_HUGGING_FACE
 
 
+@pytest.mark.smoke
 def test_draft_layer_agrees_with_other_code(case):
     """Of Alibaba's models with a forward in plain torch, of Ling 3.0 with transformers' own."""
     got = draft_log_probs(case.model, case.prompts[4])

@@ -114,6 +114,7 @@ class StoredJit:
         kept = copy.copy(_kept())
         if kept is None:
             raise _UnknownError
+        kept._read = lambda path: _read(path) if path.exists() else None  # type: ignore[method-assign]
         called = f"{_structure(structure)}\n{_text([self._options, options or {}], ())}"
         kept._description += f"\n{text}\n{called}"
         kept._surroundings += f"\n{called}"  # two programs of one text may differ in the compiler's options
@@ -181,6 +182,12 @@ def _kept() -> KeptPrograms | None:
         tests.update(path.read_bytes())
     described = f"{source_digest(SOURCES)} {tests.hexdigest()} optax {version('optax')}"
     return keep_programs(SimpleNamespace(devices=jax.local_devices()[:1], description=described))  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=64)
+def _read(path: Path) -> jax.stages.Compiled | None:
+    """A stored program, read once for all functions that are compiled to it."""
+    return _kept()._read(path)  # type: ignore[union-attr]
 
 
 def _text(value: Any, within: tuple[int, ...]) -> str:
