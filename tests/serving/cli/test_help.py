@@ -28,6 +28,7 @@ MAY_IMPORT = {
 """Packages that `--help` of any command may import, the standard library aside."""
 
 
+PAGES = [[], ["bench"], ["--help"], ["--version"], *([name, "--help"] for name in COMMANDS), ["serve", "--help-all"]]
 SCRIPT = """
 import json, os, sys
 before = set(sys.modules)
@@ -42,20 +43,12 @@ for words in json.loads(sys.argv[1]):
 
 
 def test_a_page_fits_80_characters_and_imports_only_what_is_listed():
-    pages = [
-        [],
-        ["bench"],
-        ["--help"],
-        ["--version"],
-        ["serve", "--help-all"],
-        *([name, "--help"] for name in COMMANDS),
-    ]
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(pages)], capture_output=True, text=True, cwd=ROOT, check=True,
+        [sys.executable, "-c", SCRIPT, json.dumps(PAGES)], capture_output=True, text=True, cwd=ROOT, check=True,
         env=os.environ | {"COLUMNS": "200"},
     )  # fmt: skip
     assert not done.stderr
-    for arguments, said in zip(pages, done.stdout.removesuffix("\f").split("\f"), strict=True):
+    for arguments, said in zip(PAGES, done.stdout.removesuffix("\f").split("\f"), strict=True):
         *page, modules = said.splitlines()
         names = {name.split(".")[0] for name in json.loads(modules)} - set(sys.stdlib_module_names)
         assert {name for name in names if not name.startswith(("_", "cython"))} <= MAY_IMPORT, arguments
