@@ -4,9 +4,6 @@ import contextlib
 import io
 import re
 import socket
-import subprocess
-import sys
-from pathlib import Path
 from unittest import mock
 
 import httpx
@@ -15,12 +12,10 @@ from rich.console import Console
 
 from serving.api.http.settings import resolve_settings
 from serving.cli.generation.generate import AnswerStats, _texts, converse, remote
-from serving.cli.main import run
+from serving.cli.main import main, run
 from serving.config import ConfigError
 from tests.support.fleets.processes import Process, running
 from tests.support.waiting import comes_true
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_a_port_that_is_taken(capfd):
@@ -115,15 +110,15 @@ def test_a_conversation_with_a_server(server):
         list(answer([{"role": "user", "content": "word " * 2000}], account))
 
 
-def test_the_program_itself(tmp_path):
+def test_the_program_itself(tmp_path, capfd):
     """A process of its own, by a command line of vLLM: listens, answers, and ends when it is asked to."""
     config = tmp_path / "server.yaml"
     config.write_text("max-num-seqs: 2\nmax-model-len: 256\nmax-num-batched-tokens: 64\nno_such: 1\n")
     vllm = "--tensor-parallel-size 1 --trust-remote-code --enable-auto-tool-choice --tool-call-parser qwen3_coder"
     words = ["serve", "demo", "--no-warmup", *vllm.split(), "--config", str(config)]
-    wrong = subprocess.run([sys.executable, "-m", "serving.cli", *words], capture_output=True, text=True, cwd=ROOT)
-    assert wrong.returncode == 2
-    assert "no_such" in wrong.stderr
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(words)
+    assert "no_such" in capfd.readouterr().err
     config.write_text(config.read_text().replace("no_such: 1", "log_format: json"))
     with running(Process(*words, log_to=tmp_path)) as (server,):
         assert httpx.post(server.url + "/tokenize", json={"prompt": "x"}).json()["max_model_len"] == 256

@@ -7,7 +7,7 @@ used.
 import json
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 E4M3, E2M1, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.float4_e2m1fn, ml_dtypes.bfloat16
 F32 = np.float32
 SEED = 3
+_numbers = cache(lambda config: random_tensors(json.loads(config), SEED))
 Tensors = dict[str, np.ndarray]
 StepHidden = tuple[Tensors, np.ndarray]
 """A module's tensors by suffix, and the weight [*lead, out, in] that they stand for."""
@@ -234,7 +235,7 @@ def write_quantized(
     """
     stored: Tensors = {}
     wide: Tensors = {}
-    for name, value in sorted(random_tensors(hf_config, SEED).items()):
+    for name, value in sorted(_numbers(json.dumps(hf_config)).items()):
         module = name.removesuffix(".weight")
         if kv_scales is not None and module.endswith(("k_proj", "v_proj")):
             stored[f"{module}.{module[-6]}_scale"] = np.asarray(kv_scales, F32)
@@ -257,7 +258,7 @@ def write_mixed(directory: Path) -> tuple[Path, Path]:
     """A Nemotron-H with experts in NVFP4, shared experts and Mamba in FP8, and the rest wide."""
     hf_config = config_of("moe")
     words = {nvfp4: {"quant_algo": "NVFP4", "group_size": 16}, fp8: {"quant_algo": "FP8"}}
-    modules = [name.removesuffix(".weight") for name in sorted(random_tensors(hf_config))]
+    modules = [name.removesuffix(".weight") for name in sorted(_numbers(json.dumps(hf_config)))]
     kinds = {m: kind for m in modules for pattern, kind in MIXED_FORMATS.items() if re.fullmatch(pattern, m)}
     description = {
         "quant_method": "modelopt", "producer": {"name": "modelopt", "version": "0.41.0"},

@@ -8,6 +8,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -32,14 +33,15 @@ class Hostile:
     send: Callable[[str], Answers]
 
 
-def posted(name: str, allowed: Answers, path: str, *bodies: object) -> Hostile:
+def posted(name: str, allowed: Answers, path: str, *bodies: object, at_once: int = 1) -> Hostile:
     """Posts each body, JSON or bytes."""
+    contents = [body if isinstance(body, bytes) else json.dumps(body).encode() for body in bodies]
 
     def send(url: str) -> Answers:
         found = set()
-        for body in bodies:
-            content = body if isinstance(body, bytes) else json.dumps(body).encode()
-            answer = httpx.post(url + path, content=content, headers=JSON, timeout=120.0)
+        with httpx.Client(headers=JSON, timeout=120.0) as client, ThreadPoolExecutor(at_once) as threads:
+            answers = [*threads.map(lambda content: client.post(url + path, content=content), contents)]
+        for body, answer in zip(bodies, answers, strict=True):
             if answer.status_code >= 400:
                 error = answer.json()["error"]
                 assert error["message"], body
@@ -184,7 +186,7 @@ HOSTILE = [
             r'<tool_call>{"arguments": {"a": "\ud800"}, "name": "f"}</tool_call>',
             '<tool_call>{"arguments": {"a": NaN}, "name": "f"}</tool_call>',
             "<tool_call><function=f><parameter=a>Infinity</parameter></function></tool_call>",
-            r'<tool_call><function=f><parameter=a>"\ud800"</parameter></function></tool_call>')),
+            r'<tool_call><function=f><parameter=a>"\ud800"</parameter></function></tool_call>'), at_once=6),
     *(posted(f"values that {path} refuses", {400}, path,
              *(BODY[at] | fields for at, fields, *_ in REFUSED if at == path)) for path in BODY),
     posted("conversations that were not stored", {400, 404}, "/v1/responses",
