@@ -67,14 +67,14 @@ def test_code_is_reserved_on_tpu():
     assert whole.code > made.code
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("model", "topology", "tokens"),
     [
-        ("nemotron-3-nano-30b-a3b", "v6e-8", 4096),
-        ("nemotron-3-nano-30b-a3b", "h200-1", 2048),
+        ("nemotron-3-nano-30b-a3b", "v6e-8", 4096), ("nemotron-3-nano-30b-a3b", "h200-1", 2048),
         ("qwen3-next-80b-a3b", "v6e-8", 8192),
     ],
-)
+)  # fmt: skip
 def test_steps_read_experts_no_longer_than_they_multiply(model, topology, tokens):
     step = plan(model, topology).steps[0]
     assert step.tokens == tokens
@@ -341,6 +341,7 @@ def test_without_the_compiler_the_extra_is_named(topology, extra, bootstrap, mon
         make_plan(EngineConfig.create(model="nemotron-h-8b"), target(topology))
 
 
+@pytest.mark.full
 def test_planning_imports_no_server():
     code = "import serving.capacity.plan, sys; print({'fastapi', 'uvicorn', 'llguidance', 'orbax'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -350,24 +351,14 @@ def test_planning_imports_no_server():
 @pytest.mark.parametrize(
     ("name", "count", "topology"),
     [
-        ("v6e-8", 8, "v6e:2x4"),
         ("v5e-1", 1, "v5e:2x2"),  # the compiler knows no smaller slice; one of its devices is used
-        ("v5litepod-16", 16, "v5e:4x4"),
-        ("V6E:2x4", 8, "v6e:2x4"),
-        ("v5p-8", 4, "v5p:2x2x1"),
-        ("tpu7x-8", 8, "tpu7x:2x2x1"),
-        ("tpu7x:2x2x1", 8, "tpu7x:2x2x1"),
-        ("h100", 1, "h100:1x1x1"),
-        ("a100-40gb-4", 4, None),
-        ("h200-8", 8, "h200:1x1x8"),
-        ("4xH100", 4, "h100:1x1x4"),
-        ("2xH100", 2, "h100:1x1x2"),
-        ("8 x NVIDIA H200", 8, "h200:1x1x8"),
-        ("H100-80GB x2", 2, "h100:1x1x2"),
-        ("a100-80gb-4", 4, None),
-        ("8xv6e", 8, "v6e:2x4"),
+        ("v6e-8", 8, "v6e:2x4"), ("v5litepod-16", 16, "v5e:4x4"), ("V6E:2x4", 8, "v6e:2x4"), ("8xv6e", 8, "v6e:2x4"),
+        ("v5p-8", 4, "v5p:2x2x1"), ("tpu7x-8", 8, "tpu7x:2x2x1"), ("tpu7x:2x2x1", 8, "tpu7x:2x2x1"),
+        ("h100", 1, "h100:1x1x1"), ("4xH100", 4, "h100:1x1x4"), ("2xH100", 2, "h100:1x1x2"),
+        ("H100-80GB x2", 2, "h100:1x1x2"), ("h200-8", 8, "h200:1x1x8"), ("8 x NVIDIA H200", 8, "h200:1x1x8"),
+        ("a100-40gb-4", 4, None), ("a100-80gb-4", 4, None),
     ],
-)
+)  # fmt: skip
 def test_names(name, count, topology):
     found = target(name)
     assert (found.count, found.topology) == (count, topology)

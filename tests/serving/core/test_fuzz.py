@@ -30,6 +30,7 @@ miss state_evicted, miss too_short, miss weights_changed""".replace("\n", " ").s
 
 
 @pytest.mark.fuzz
+@pytest.mark.smoke
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_random_schedules(shard: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "DISPLACE_AFTER", 2)  # schedules are short
@@ -95,6 +96,7 @@ def test_fuzzer_sees(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     raise AssertionError(f"{fault.name}: {fault.text}: not seen in {BOUND} schedules")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", [fault for fault in CORE.values() if fault.seen_by], ids=str)
 def test_a_test_sees(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     module, name = fault.seen_by

@@ -155,6 +155,7 @@ REACHED = (
 
 
 @pytest.mark.fuzz
+@pytest.mark.smoke
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_random_schedules_with_tiers(shard: int, request: pytest.FixtureRequest) -> None:
     count = max(100, request.config.option.examples // 10 // SHARDS)

@@ -17,13 +17,12 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array
 
 from mamba_jax.config.drafter import BlockConfig
 from mamba_jax.drafts import BlockDrafts, DraftSource, MTPDrafts, NGramDrafts, StepFacts
 from mamba_jax.layout import SequenceLayout
-from mamba_jax.model import HybridModel
+from mamba_jax.model import HybridModel, parameters
 from mamba_jax.programs import StepPrograms
 from mamba_jax.store import Store
 from serving.core.requests.request import Request
@@ -32,6 +31,7 @@ from tests.support.engines.engines import QUICK_COMPILE, Continuation
 from tests.support.engines.shared_engines import MAX_LEN, PAGE, ROWS, SMALLEST, TILE, SharedEngines, engines_of
 from tests.support.engines.step_programs import shared_programs
 from tests.support.models.tiny_configs import ENGINE_VOCAB
+from tests.support.stored_jit import StoredJit
 
 MOST = 5
 """K of the traces' programs. Requests draft fewer where the host plans fewer."""
@@ -177,13 +177,14 @@ class Drafters:
         Of a drafter of blocks only its keys and values.
         """
         if self._layer is None:
-            graph, state = nnx.split(self.on.model)
+            config, of_blocks = self.on.model.config, self.of_blocks
+            values = {path: leaf.get_value() for path, leaf in parameters(self.on.model).items()}
 
-            def run(state, tokens, length):
-                model = nnx.merge(graph, state)
+            def run(values, tokens, length):
+                model = HybridModel.from_parameters(config, values)
                 layout, attend = SequenceLayout.of(1, MAX_LEN, length[None]), SequenceLayout.attend
                 hidden, _ = model.run(tokens, layout, None)
-                if self.of_blocks:
+                if of_blocks:
                     last = model.drafter.layers[-1].attention
                     k, v = last.keys_values(model.draft_input(hidden), layout)
                     return None, jnp.stack([k, v], axis=2).reshape(MAX_LEN, -1, k.shape[-1])
@@ -196,11 +197,11 @@ class Drafters:
                 said = jnp.full((MAX_LEN, ENGINE_VOCAB), -jnp.inf).at[:, of_draft].set(jax.nn.log_softmax(logits))
                 return said, jnp.stack([k, v], axis=2).reshape(MAX_LEN, -1, k.shape[-1])
 
-            self._layer = jax.jit(run), state
-        run, state = self._layer
+            self._layer = StoredJit(run), values
+        run, values = self._layer
         padded = np.zeros(MAX_LEN, np.int32)
         padded[: len(tokens)] = tokens
-        said, kept = run(state, padded, np.int32(len(tokens)))
+        said, kept = run(values, padded, np.int32(len(tokens)))
         return None if said is None else np.asarray(said), np.asarray(kept)
 
 

@@ -231,6 +231,7 @@ class Tables:
         assert not self.tables[0].any()
 
 
+@pytest.mark.smoke("room", "drafts")
 @pytest.mark.parametrize("drafts", [0, 2])
 @pytest.mark.parametrize("room", [0, 64])
 @pytest.mark.parametrize("seed", range(6))

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from mamba_jax.programs import StepPrograms
 from serving import SamplingParams
 from serving.core.cache.content import Scope
-from tests.support.engines.engines import QUICK_COMPILE, finish
+from tests.support.engines.engines import finish
 from tests.support.engines.spoiled_store import spoiled
+from tests.support.engines.step_programs import shared_programs
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
@@ -107,7 +107,7 @@ def broken_embedding(harness):
     """Programs of a model in which token `BAD` is NaN."""
     model = nnx.clone(harness.model)
     model.embed.weight[...] = model.embed.weight[...].at[BAD].set(jnp.nan)
-    return StepPrograms(model, tile_size=harness.flags["tile_size"], compiler_options=QUICK_COMPILE, greedy=True)
+    return shared_programs(model, tile_size=harness.flags["tile_size"])
 
 
 @pytest.mark.smoke

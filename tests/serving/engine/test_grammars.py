@@ -12,6 +12,7 @@ import pytest
 
 from checkpoints.tokenizer import load_tokenizer
 from serving.core.errors import RequestError
+from serving.engine.structured import trials
 from serving.engine.structured.grammars import Grammars, StructuredOutputs
 from tests.support.models.letter_tokens import EOS, ID, TOO_BIG, WORDS, letters
 from tests.support.waiting import comes_true, line_of
@@ -31,17 +32,21 @@ def grammars():
     return of_demo(seconds=1.0)
 
 
-def test_what_takes_too_much_is_refused_and_remembered(grammars):
+def test_what_takes_too_much_is_refused_and_remembered(monkeypatch):
+    monkeypatch.setattr(trials, "QUICK_SECONDS", 0.1)
+    monkeypatch.setattr(trials, "MEMORY", 32 << 20)
+    low = of_demo(seconds=0.4)
     for outputs in (TOO_LARGE, TOO_SLOW):
         with pytest.raises(RequestError, match="the grammar takes more than"):
-            grammars.start(outputs)
+            low.start(outputs)
         begin = time.monotonic()
         with pytest.raises(RequestError, match="the grammar takes more than"):
-            grammars.start(outputs)
-        assert time.monotonic() - begin < 0.9, "tried again, for a second"
-    assert not grammars.start(StructuredOutputs(regex="[0-9]+")).finished
+            low.start(outputs)
+        assert time.monotonic() - begin < 0.4, "tried again, for half a second"
+    assert not low.start(StructuredOutputs(regex="[0-9]+")).finished
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "grammar", ["start: s\ns: s s s | s s | /[a-z ]/ |", "start: s\ns: s s | /[a-z ]/ |"], ids=["three", "two"]
 )
@@ -59,15 +64,11 @@ def test_one_output_that_can_be_followed_is_enough(grammars):
 @pytest.mark.parametrize(
     ("form", "says"),
     [
-        ({"grammar": "start: a\na: a"}, "no output is possible"),
-        ({"json": {"$ref": "#"}}, "no output is possible"),
-        ({"json": False}, "schema is false"),
-        ({"json": "{"}, "not JSON"),
-        ({"json": "[" * 100_000}, "not JSON"),
-        ({"regex": "a" * (1 << 20)}, "longer than"),
-        ({"grammar": 'root ::= "a'}, "structured outputs"),
+        ({"grammar": "start: a\na: a"}, "no output is possible"), ({"json": {"$ref": "#"}}, "no output is possible"),
+        ({"json": False}, "schema is false"), ({"json": "{"}, "not JSON"), ({"json": "[" * 100_000}, "not JSON"),
+        ({"regex": "a" * (1 << 20)}, "longer than"), ({"grammar": 'root ::= "a'}, "structured outputs"),
     ],
-)
+)  # fmt: skip
 def test_broken_grammars(grammars, form, says):
     with pytest.raises(RequestError, match=says) as caught:
         grammars.start(StructuredOutputs(**form))
@@ -158,6 +159,7 @@ def test_a_process_that_was_killed_is_replaced(grammars):
     assert not grammars.start(StructuredOutputs(regex="after")).finished
 
 
+@pytest.mark.full
 def test_a_trial_does_not_outlive_its_parent():
     """Not even in the middle of a compilation, which keeps the interpreter."""
     program = (

@@ -87,6 +87,7 @@ def test_rows_of_a_batch_start_from_different_states(llm, tenants):
     assert not same(expected(0), expected(None))
 
 
+@pytest.mark.full
 def test_a_lost_store_gets_its_initial_states_again(llm, tenants):
     def fail(plan):
         llm.engine.loop.fault = None

@@ -1,6 +1,7 @@
 """Compiled programs that outlive the process: what is taken from them, and when they must not be."""
 
 import dataclasses
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -149,24 +150,32 @@ def test_an_edit_that_changes_no_program_compiles_nothing(fresh, engine, tmp_pat
     third.program(*copies(engine), batch)
     assert third.kernels.report() == renamed.kernels.report()
     # Programs with other options are others.
-    fourth = programs_like(tmp_path, engine, compiler_options={"xla_backend_optimization_level": 1})
+    find_small(programs_like(tmp_path, tile_size=8))
+    find_small(fourth := programs_like(tmp_path, tile_size=64), xla_backend_optimization_level=1)
     assert (third.kept.loaded, fourth.kept.loaded) == (1, 0)
 
 
-def test_two_threads_that_need_one_program_compile_it_once(fresh, engine, tmp_path):
+X = np.zeros(3)
+
+
+def find_small(programs, seconds=0.0, **options):
+    """Finds a program that compiles at once; to trace it takes `seconds`."""
+    traced = jax.jit(jax.numpy.negative)
+    return programs.kept.find((X,), lambda: time.sleep(seconds) or traced.lower(X), options, programs.kernels)
+
+
+def test_two_threads_that_need_one_program_compile_it_once(fresh, tmp_path):
     both = [programs_like(tmp_path) for _ in range(2)]
-    arguments = copies(engine)
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda programs: programs.program(*arguments, decode(engine)), both))
+        list(pool.map(lambda programs: find_small(programs, 0.2), both))
     assert sorted(programs.kept.loaded for programs in both) == [0, 1]
 
 
-def test_a_program_that_another_process_never_finishes_is_compiled_here(fresh, engine, tmp_path, monkeypatch, caplog):
+def test_a_program_that_another_process_never_finishes_is_compiled_here(fresh, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(module, "_LONGEST_WAIT", 0.1)
-    programs, arguments = programs_like(tmp_path), (*copies(engine), decode(engine))
-    place = programs.kept._place((programs._weights, *arguments))
-    with module._locked(place):
-        programs.program(*arguments)
+    programs = programs_like(tmp_path)
+    with module._locked(programs.kept._place((X,))):
+        find_small(programs)
     assert "another process has had" in caplog.text
     assert len(list(tmp_path.glob("*.program"))) == 1
 

@@ -126,7 +126,6 @@ def test_threads_take_turns(llm):
     with ThreadPoolExecutor(8) as threads:
         futures = [
             (name, prompt, text, threads.submit(call, prompt))
-            for _ in range(2)
             for prompt, text in zip(prompts, expected, strict=True)
             for name, call in calls.items()
         ]

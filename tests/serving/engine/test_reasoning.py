@@ -29,7 +29,7 @@ def constraint(kind, reasoning, **form):
 
 
 def allowed(mask, size):
-    return {i for i in range(size) if mask[i // 32] >> np.uint32(i % 32) & 1}
+    return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:size]).tolist())
 
 
 def ids_of(kind, text):

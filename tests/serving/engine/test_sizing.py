@@ -85,14 +85,10 @@ def test_pages_of_members_are_rounded_up_once():
 @pytest.mark.parametrize(
     ("platform", "flags", "page_size"),
     [
-        ("tpu", {}, 128),
-        ("gpu", {}, 32),
-        ("cpu", {}, 32),
-        ("tpu", {"page_size": 64}, 64),
-        ("tpu", {"state_block_size": 192, "tile_size": 64}, 64),
-        ("cpu", {"state_block_size": 48, "tile_size": 16}, 16),
+        ("tpu", {}, 128), ("gpu", {}, 32), ("cpu", {}, 32), ("tpu", {"page_size": 64}, 64),
+        ("tpu", {"state_block_size": 192, "tile_size": 64}, 64), ("cpu", {"state_block_size": 48, "tile_size": 16}, 16),
     ],
-)
+)  # fmt: skip
 def test_the_default_page_size_depends_on_the_platform_and_divides_the_state_block(platform, flags, page_size):
     found, config, padding = size(platform=platform, **flags), EngineConfig.create(**flags), HeadPadding.of(CONFIG, 1)
     design = EngineDesign.of(config, padding, shards=1, platform=platform, weight_bytes=1)

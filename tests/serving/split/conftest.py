@@ -1,6 +1,11 @@
 """What tests of a router that follows events begin with."""
 
+import socketserver
+
 import pytest
+
+# A transport's listener ends when it next looks whether it shall: at once, not after half a second.
+socketserver.BaseServer.serve_forever.__defaults__ = (0.02,)
 
 
 @pytest.fixture

@@ -66,11 +66,11 @@ async def test_an_answer_ends_in_time(content):
     with listener(partial(drip, content)) as port:
         begin = time.monotonic()
         with pytest.raises(SplitError, match="did not answer"):
-            await HttpPeer.connect(f"http://127.0.0.1:{port}", BASE, timeout=0.5)
+            await HttpPeer.connect(f"http://127.0.0.1:{port}", BASE, timeout=0.2)
         client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}")
         peer = HttpPeer(f"http://127.0.0.1:{port}", BASE, client, Seal())
         with pytest.raises(SplitTimeout):
-            await asyncio.to_thread(peer.offer, WANT, 0.5)
+            await asyncio.to_thread(peer.offer, WANT, 0.2)
         await peer.close()
         assert time.monotonic() - begin < 5
 

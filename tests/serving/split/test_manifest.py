@@ -41,16 +41,12 @@ def test_what_may_not(fields, says):
 @pytest.mark.parametrize(
     ("fields", "notice"),
     [
-        ({"page_size": 16}, None),
-        ({"state_block_size": 64}, None),
-        ({"shards": 2}, None),
-        ({"max_model_len": 50}, None),
-        ({"draft_layers": 0}, None),
-        ({"transports": {"tcp": "there:5"}}, None),
+        ({"page_size": 16}, None), ({"state_block_size": 64}, None), ({"shards": 2}, None),
+        ({"max_model_len": 50}, None), ({"draft_layers": 0}, None), ({"transports": {"tcp": "there:5"}}, None),
         ({"ssm_dtype": "bfloat16", "converts_state": True}, "states are converted from float32 to bfloat16"),
         ({"versions": {"jax": "0.11"}}, "jax differs: prefill has 0.10, decode has 0.11"),
     ],
-)
+)  # fmt: skip
 def test_what_may_differ_if_it_is_said(fields, notice):
     """`notice`: how the only line begins that says so; None: there is none."""
     lines = check(BASE, other(**fields))

@@ -213,6 +213,7 @@ def test_a_busy_workers_state_goes_to_another_one(start, front):
     one.assert_idle()
 
 
+@pytest.mark.full
 def test_prompts_are_computed_where_most_of_them_is(start, front):
     """Of two prefill workers; what they compute goes to the decode worker, whichever API a prompt comes by."""
     roles = [SplitSettings.create(role=role, split_secret=SECRET, transport="tcp") for role in ("prefill", "decode")]

@@ -24,6 +24,7 @@ from tests.support.fleets.split_pair import CONFIG, model
 from tests.support.hlo_traffic import count_collectives
 
 ONE = Arrangement(StoreShape.of(CONFIG))
+FULL = [pytest.param(*devices, marks=pytest.mark.full) for devices in ((1, 2), (2, 2), (3, 2))]
 SIZES_OF_STORE = {"num_slots": 5, "num_pages": 9, "dtype": jnp.float32}
 
 
@@ -137,7 +138,7 @@ def test_channels_are_moved_by_name_and_not_by_bytes():
     np.testing.assert_array_equal(shared.logical(heads, jnp.asarray(stored)), kv)
 
 
-@pytest.mark.parametrize(("members", "shards"), [(1, 2), (1, 4), (2, 2), (3, 2), (8, 1)])
+@pytest.mark.parametrize(("members", "shards"), [(1, 4), (8, 1), *FULL])
 def test_numbers_of_devices_may_differ(members, shards):
     """From one device to several and back: the same logical arrays."""
     mesh, each = make_mesh(shards, members=members), 24 // members

@@ -32,7 +32,7 @@ def settle(engines):
         tier_mover(engine).settle()
 
 
-@pytest.mark.parametrize("flags", [HOST, DISK, HOST | DISK])
+@pytest.mark.parametrize("flags", [HOST, DISK, pytest.param(HOST | DISK, marks=pytest.mark.full)])
 def test_what_one_has_computed_the_other_goes_on_from(start, flags):
     one, other = start(replicas=2, **flags)
     fill(one)
@@ -176,6 +176,7 @@ def test_a_part_is_promised_as_soon_as_the_books_have_it(start):
     assert len(memory._parts) == 1
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("flags", [HOST, DISK])
 def test_states_of_an_adapter_are_found_by_its_content(start, flags):
     engines = start(replicas=2, max_initial_states=1, **flags)
