@@ -221,6 +221,7 @@ def test_rounds_to_the_nearest(kind):
     assert not got[0, 0].any()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", QUANTIZATIONS)
 def test_products_are_quantized_and_nothing_else(wide, kind):
     model = load(wide, quantization=kind)

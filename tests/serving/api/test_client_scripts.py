@@ -30,6 +30,7 @@ def shape(message):
     return message["role"], sorted(message), calls
 
 
+@pytest.mark.full
 def test_an_agents_loop_is_as_it_was_recorded(server, tmp_path, capsys):
     file = tmp_path / "loop.json"
     assert agent_loop.main(["--url", server.url, "--record", str(file)]) == 0
