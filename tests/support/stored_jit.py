@@ -19,6 +19,7 @@ import pickle
 import re
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -46,6 +47,9 @@ SOURCES = ("kernels_pallas", "mamba_jax", "checkpoints", "serving")
 SIMPLE = (bool, int, float, complex, str, bytes, types.EllipsisType, np.dtype, np.generic, enum.Enum)
 
 
+_made: weakref.WeakSet[StoredJit] = weakref.WeakSet()
+
+
 class _UnknownError(Exception):
     """What a program follows from cannot be told."""
 
@@ -61,9 +65,16 @@ class StoredJit:
         self._function, self._options = function, options
         self._programs: dict[Any, jax.stages.Compiled | None] = {}
         functools.update_wrapper(self, function)
+        _made.add(self)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._plain, name)
+
+    @staticmethod
+    def cache_clear() -> None:
+        """Forget the programs of all such functions, which take memory maps."""
+        for each in list(_made):
+            each._programs.clear()
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         return self._plain.lower(*args, **kwargs) if get_abstract_mesh().size > 1 else _Lowered(self, args, kwargs)
