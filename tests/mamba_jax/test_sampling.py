@@ -254,19 +254,11 @@ def test_processed_log_probabilities_are_of_what_tokens_are_drawn_from():
 
 
 LIMITS = [
-    {"top_k": 1},
-    {"top_k": 7},
-    {"top_k": 8},  # as many as are sorted: another may have the same weight
-    {"top_k": 30},
-    {"top_p": 0.3},
-    {"top_p": 0.9},
-    {"top_p": 1e-6},
-    {"top_k": 5, "top_p": 0.7},
-    {"top_k": 40, "top_p": 0.95, "min_p": 0.02},
-    {"min_p": 0.1},
-    {"min_p": 0.3, "top_k": 6},
-    {},
-]
+    # 8 are sorted: another may have the weight of the eighth.
+    {"top_k": 1}, {"top_k": 7}, {"top_k": 8}, {"top_k": 30}, {"top_p": 0.3}, {"top_p": 0.9}, {"top_p": 1e-6},
+    {"top_k": 5, "top_p": 0.7}, {"top_k": 40, "top_p": 0.95, "min_p": 0.02}, {"min_p": 0.1},
+    {"min_p": 0.3, "top_k": 6}, {},
+]  # fmt: skip
 
 
 def test_limits_found_among_the_largest_logits_are_those_of_all_logits(monkeypatch):

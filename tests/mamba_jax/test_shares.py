@@ -211,9 +211,7 @@ def assert_same(found, *, exact=False):
 
 
 # Forms of which other forms have each part.
-ALIKE = (
-    "convolution|(pairs, )?delta|selective|groups divide|heads .*|gated linear unit|rounded states|.* over slow links"
-)
+ALIKE = "convolution|(pairs, )?delta|selective|groups divide|heads .*|gated .*|rounded .*|.* over slow links"
 MARKED = [pytest.param(form, marks=[pytest.mark.full] * bool(re.fullmatch(ALIKE, form))) for form in FORMS]
 
 

@@ -236,18 +236,13 @@ def completion(field: bytes) -> tuple[str, str, bytes, int]:
         ("GET", "/v1/responses/resp_1", b"", 404),
         ("DELETE", "/v1/responses/resp_1", b"", 404),
         ("POST", "/v1/embeddings", b'{"input": "x"}', 404),
-        ("POST", "/v1/completions", b"{", 400),
-        ("POST", "/v1/completions", b"[]", 400),
-        completion(b'"x", "temperature": NaN'),
-        completion(b'"x", "top_p": 1e999'),
-        completion(b'"x", "top_k": 4294967296'),
-        completion(b'"\\ud800"'),
-        completion(b"[" * 40_000 + b"]" * 40_000),
-        completion(b"5"),
+        ("POST", "/v1/completions", b"{", 400), ("POST", "/v1/completions", b"[]", 400),
+        completion(b'"x", "temperature": NaN'), completion(b'"x", "top_p": 1e999'), completion(b'"\\ud800"'),
+        completion(b'"x", "top_k": 4294967296'), completion(b"[" * 40_000 + b"]" * 40_000), completion(b"5"),
         (*completion(b'"' + b"x" * 200_000 + b'"')[:3], 413),
     ],
     ids=lambda value: str(value)[:60],
-)
+)  # fmt: skip
 async def test_the_router_refuses_a_bad_request_itself_and_blames_no_worker(front, method, path, content, status):
     workers, client = front
     async with client:
