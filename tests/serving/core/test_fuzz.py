@@ -19,7 +19,7 @@ from tests.serving.core.mutations import CORE
 from tests.serving.core.mutations.registry import Fault
 from tests.serving.core.schedules import run_seed, run_seeds
 
-SHARDS = 4
+SHARDS = 2
 
 REACHED = """\
 abort running, abort waiting, accepted_tokens, anchors, blocked, boundaries_not_kept, cached_tokens, displacements,
