@@ -155,9 +155,10 @@ class _Lowered:
         return getattr(self._lower(), name)
 
     def compile(self, compiler_options: Any = None) -> jax.stages.Compiled:
-        assert trace_context() == self._settings
-        with contextlib.suppress(_UnknownError):
-            return self._find(compiler_options)
+        if jax.config.values["jax_enable_compilation_cache"]:  # else for a store, which cannot keep what is read here
+            assert trace_context() == self._settings
+            with contextlib.suppress(_UnknownError):
+                return self._find(compiler_options)
         return self._lower().compile(compiler_options)
 
 
