@@ -8,6 +8,7 @@ import pytest
 
 from mamba_jax.sharding import make_mesh
 from mamba_jax.sharding.axis import split_last, use_mesh
+from serving.engine.compiled_programs import _jax_cache
 from tests.support import stored_jit
 
 TRACED: list[float] = []
@@ -32,6 +33,9 @@ def _one_is_stored() -> None:
 def test_the_same_is_traced_once() -> None:
     np.testing.assert_allclose(scaled(FACTOR)(2 * np.ones(3)), [2 * FACTOR + 1] * 3)
     assert not TRACED
+    with _jax_cache.off():  # another store compiles it, which cannot keep what this one has read
+        scaled(FACTOR).lower(np.ones(3)).compile()
+    assert TRACED
 
 
 @pytest.mark.parametrize("factor", [1 + FACTOR, FACTOR * np.ones(3), object()], ids=["number", "array", "unknown"])
