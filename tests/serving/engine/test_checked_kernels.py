@@ -61,7 +61,7 @@ def child(tmp_path):
         log.unlink(missing_ok=True)
         faults = {kernel: faults.get(kernel.split()[0], "") for kernel in KERNELS}
         request = {"kernels": KERNELS, "faults": faults, "log": str(log)}
-        verdicts = run_child([sys.executable, "-c", CHILD], request, starting=3, running=1)
+        verdicts = run_child([sys.executable, "-c", CHILD], request, starting=3, running=2)
         return verdicts, log.read_text().count("started")
 
     return run
@@ -72,7 +72,7 @@ def child(tmp_path):
     [
         ({}, "", 1),
         ({"gated_update": "two runs differ"}, "two runs differ", 1),
-        ({"gated_update": "hang"}, "it did not end within 1 s", 2),
+        ({"gated_update": "hang"}, "it did not end within 2 s", 2),
         ({"gated_update": "crash"}, "the process ended with code -6", 2),
         pytest.param({"gated_update": "hang compiling"}, "it did not end within 3 s", 3, marks=pytest.mark.full),
         ({"gated_update": "crash compiling"}, "the process ended with code -6", 3),

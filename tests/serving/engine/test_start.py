@@ -23,6 +23,7 @@ from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.steps import warm_up as module
 from serving.engine.steps.warm_up import WarmUpStopped, warm_up
 from tests.support.engines.engines import QUICK_COMPILE
+from tests.support.selection import full_tier
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
@@ -138,12 +139,12 @@ def test_a_warm_up_can_be_left(harness):
     assert loop.programs.compilations <= compiled + 4
 
 
-def test_nothing_compiles_after_the_warm_up(harness):
+def test_nothing_compiles_after_the_warm_up(harness, request):
     engine = start(harness, "all")
     warm_up(engine.loop, harness.vocab_size, progress=False)
     compiled = engine.loop.programs.compilations
     rng = random.Random(3)
-    prompts = [harness.prompt(rng, rng.randrange(1, 101)) for _ in range(120)]
+    prompts = [harness.prompt(rng, rng.randrange(1, 101)) for _ in range(500 if full_tier(request.config) else 120)]
     values = {"temperature": [0.0, 1.0], "max_tokens": range(1, 6), "presence_penalty": [0.0, 0.5]}
     values |= {"logprobs": [None, 2], "prompt_logprobs": [None, None, 1]}
     params = [SamplingParams(**{name: rng.choice(each) for name, each in values.items()}) for _ in prompts]

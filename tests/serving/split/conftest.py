@@ -4,8 +4,11 @@ import socketserver
 
 import pytest
 
-# A transport's listener ends when it next looks whether it shall: at once, not after half a second.
-socketserver.BaseServer.serve_forever.__defaults__ = (0.02,)
+
+@pytest.fixture(autouse=True)
+def _listeners_end_soon(monkeypatch):
+    """A transport's listener ends when it next looks whether it shall: at once, not after half a second."""
+    monkeypatch.setattr(socketserver.BaseServer.serve_forever, "__defaults__", (0.02,))
 
 
 @pytest.fixture
