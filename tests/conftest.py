@@ -74,7 +74,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     tier = "all tests" if config.option.slow else "full tier" if config.option.full else "default tier"
-    return f"{tier} (--full: all but the slow tests, --slow: all), {config.option.examples:,} schedules"
+    others = config.option.skip_recorded and recorded_passes.other_versions()
+    run = f"; no recorded pass counts: {others}" if others else ""
+    return f"{tier} (--full: all but the slow tests, --slow: all), {config.option.examples:,} schedules{run}"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -38,12 +38,6 @@ def test_a_change_of_what_a_test_follows_from_changes_its_digest(changed, tmp_pa
     assert (before == after) == (changed in ("mamba_jax/other.py", "tests/kernels_pallas/test_other.py"))
 
 
-def test_another_version_of_a_compiler_changes_the_digest(tmp_path, monkeypatch):
-    before = digest_of(tmp_path / "before", FILES)
-    monkeypatch.setattr(recorded_passes, "_version", lambda library: f"{library} 0")
-    assert digest_of(tmp_path / "after", FILES) != before
-
-
 def item(*markers, file=TEST):
     found = dict.fromkeys(markers, pytest.mark.skip)
     return SimpleNamespace(
@@ -55,6 +49,7 @@ def item(*markers, file=TEST):
     ("markers", "file", "recorded", "skipped"),
     [
         ((), "tests/kernels_pallas/test_dispatch.py", "same", True),
+        ((), "tests/kernels_pallas/test_dispatch.py", "other versions", False),
         ((), "tests/kernels_pallas/test_dispatch.py", "other", False),
         ((), "tests/kernels_pallas/test_slots.py", None, False),
         (("tier_1",), "tests/kernels_pallas/test_dispatch.py", "same", False),
@@ -66,16 +61,18 @@ def item(*markers, file=TEST):
 def test_only_tests_of_kernels_outside_the_default_tier_are_skipped(
     markers, file, recorded, skipped, tmp_path, monkeypatch
 ):
-    passed = {file: digest(ROOT, file) if recorded == "same" else "0"} if recorded else {}
+    versions = {"jaxlib": "0" if recorded == "other versions" else recorded_passes._version("jaxlib")}
+    passed = {file: "0" if recorded == "other" else digest(ROOT, file)} if recorded else {}
     monkeypatch.setattr(recorded_passes, "PASSED", tmp_path / "passed.json")
-    (tmp_path / "passed.json").write_text(json.dumps(passed))
+    (tmp_path / "passed.json").write_text(json.dumps({"versions": versions, "files": passed}))
     chosen = item(*markers, file=file)
     recorded_passes.skip_recorded([chosen])
     assert bool(chosen.get_closest_marker("skip")) == skipped
+    assert ("(recorded: 0)" in recorded_passes.other_versions()) == (recorded == "other versions")
 
 
 def test_passes_are_recorded_of_files_that_are_there():
-    assert all((ROOT / file).is_file() for file in json.loads(PASSED.read_text()))
+    assert all((ROOT / file).is_file() for file in json.loads(PASSED.read_text())["files"])
 
 
 @pytest.mark.parametrize("option", [{"keyword": "scan"}, {"markexpr": "full"}, {"full": False}, {"args": ["a.py::b"]}])
@@ -94,4 +91,4 @@ def test_a_run_with_a_failure_records_nothing(tmp_path, monkeypatch):
     recorder.pytest_sessionfinish(exitstatus=pytest.ExitCode.TESTS_FAILED)
     assert not recorded_passes.PASSED.exists()
     recorder.pytest_sessionfinish(exitstatus=pytest.ExitCode.OK)
-    assert list(json.loads(recorded_passes.PASSED.read_text())) == ["tests/kernels_pallas/test_dispatch.py"]
+    assert list(json.loads(recorded_passes.PASSED.read_text())["files"]) == ["tests/kernels_pallas/test_dispatch.py"]

@@ -2,11 +2,13 @@
 
 These are the tests of `kernels_pallas` and of programs compiled for TPUs and GPUs that are not of the default tier. A
 result follows from the test's file, from the project's files that it imports, and from the versions of Python, JAX and
-the compilers. `.ci/passed.json` has a digest of these for each file whose tests have passed. This writes it:
+the compilers. `.ci/passed.json` has these versions, and a digest of the others for each file whose tests have passed.
+This writes it:
 
     python3 bootstrap.py test -n 3 --full --record-passes tests/kernels_pallas tests/serving/capacity
 
-`--skip-recorded`, which `.ci/run` uses, skips the tests of a file with the same digest.
+`--skip-recorded`, which `.ci/run` uses, skips the tests of a file with the same digest. With other versions it skips
+none, and the head of pytest's output says which they are.
 """
 
 import functools
@@ -28,15 +30,33 @@ NAMED = re.compile(rf"\b(?:{PACKAGES})(?:\.\w+)+")
 """A module of the project, also one that is imported by its name in a string."""
 IMPORT = re.compile(rf"\bfrom ((?:{PACKAGES})[\w.]*) import (\([^)]*\)|.*)")
 COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12")
-LIBRARIES = (*COMPILERS, "flax", "numpy", "ml_dtypes", "pytest")
+LIBRARIES = (*COMPILERS, "flax", "numpy", "ml_dtypes")
 
 
 def skip_recorded(items: list[pytest.Item]) -> None:
     """Mark the tests that have passed before as skipped."""
-    passed = json.loads(PASSED.read_text()) if PASSED.exists() else {}
+    passed = {} if other_versions() else _recorded().get("files", {})
     for item in items:
         if _of_kernels(item) and passed.get(file := str(item.path.relative_to(ROOT))) == digest(ROOT, file):
             item.add_marker(pytest.mark.skip(reason=REASON))
+
+
+def other_versions() -> str:
+    """What there is another version of than when the passes were recorded."""
+    recorded = _recorded().get("versions", {})
+    return ", ".join(
+        f"{name} {_versions()[name]} (recorded: {was})" for name, was in recorded.items() if was != _versions()[name]
+    )
+
+
+def _recorded() -> dict[str, dict[str, str]]:
+    return json.loads(PASSED.read_text()) if PASSED.exists() else {}
+
+
+def _versions() -> dict[str, str]:
+    return {"Python": f"{sys.version_info.major}.{sys.version_info.minor}"} | {
+        name: _version(name) for name in LIBRARIES
+    }
 
 
 def _of_kernels(item: pytest.Item) -> bool:
@@ -59,17 +79,16 @@ class PassRecorder:
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         if exitstatus != pytest.ExitCode.OK:
             return
-        before = json.loads(PASSED.read_text()) if PASSED.exists() else {}
+        before = {} if other_versions() else _recorded().get("files", {})
         passed = before | {file: digest(ROOT, file) for file in self._files}
         there = {file: passed[file] for file in sorted(passed) if (ROOT / file).exists()}
-        PASSED.write_text(json.dumps(there, indent=1) + "\n")
+        PASSED.write_text(json.dumps({"versions": _versions(), "files": there}, indent=1) + "\n")
 
 
 @functools.cache
 def digest(root: Path, test_file: str) -> str:
-    """Of the files that a test file follows from, and of the versions of what they run with."""
-    versions = [f"python {sys.version_info.major}.{sys.version_info.minor}", *map(_version, LIBRARIES)]
-    value = hashlib.sha256("\n".join(versions).encode())
+    """Of the files that a test file follows from."""
+    value = hashlib.sha256()
     for path in sorted(_sources(root, root / test_file)):
         value.update(f"\n{path.relative_to(root)} {_digest_of_file(path)}".encode())
     return value.hexdigest()
@@ -77,9 +96,9 @@ def digest(root: Path, test_file: str) -> str:
 
 def _version(library: str) -> str:
     try:
-        return f"{library} {importlib.metadata.version(library)}"
+        return importlib.metadata.version(library)
     except importlib.metadata.PackageNotFoundError:
-        return f"{library} is missing"
+        return "missing"
 
 
 def _sources(root: Path, test_file: Path) -> set[Path]:
