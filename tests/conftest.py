@@ -149,7 +149,7 @@ def _bounded_memory(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="module")
 def _stored_programs(request: pytest.FixtureRequest) -> Iterator[None]:
     """What tests of these folders compile is stored; not in the full tier, where tracing checks annotations."""
-    if full_tier(request.config) or not {"kernels_pallas", "mamba_jax"} & set(request.path.parts):
+    if full_tier(request.config) or not {"kernels_pallas", "mamba_jax", "serving"} & set(request.path.parts):
         yield
         return
     from tests.support import stored_jit

@@ -10,6 +10,7 @@ import logging
 import os
 import pickle
 import platform
+import re
 import sys
 import tempfile
 import threading
@@ -35,6 +36,8 @@ log = logging.getLogger(__name__)
 _TRACED_WITH = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 _ENVIRONMENT = {"tpu": ("LIBTPU_", "TPU_"), "gpu": ("CUDA_", "NVIDIA_")}
 """Beginnings of the variables that the programs of a platform depend on, next to those of JAX and XLA."""
+_UNREAD = re.compile("cache|client_(mem|preallocate|allocator)", re.IGNORECASE)
+"""Names of settings that no program depends on: the location of caches, and how JAX allocates memory."""
 _UNUSED_FOR, _SWEPT_EVERY = 30 * 24 * 3600.0, 24 * 3600.0
 _LONGEST_WAIT = 900.0
 """Seconds that a process waits for the program that another one compiles."""
@@ -275,10 +278,9 @@ def _surroundings(devices: list[jax.Device]) -> Iterator[str]:
     yield from (f"{name} {version(name)}" for name in _TRACED_WITH)
     yield f"{machine()} {devices[0].client.platform_version}"
     yield from (f"{device.id} {device.platform} {device.device_kind}" for device in devices)
-    # The location of caches does not change their contents.
     beginnings = ("JAX_", "XLA_", *_ENVIRONMENT.get(devices[0].platform, ()))
     settings: dict[str, Any] = {
         **jax.config.values,
         **{k: v for k, v in os.environ.items() if k.startswith(beginnings)},
     }
-    yield from (f"{name}={value}" for name, value in sorted(settings.items()) if "cache" not in name.lower())
+    yield from (f"{name}={value}" for name, value in sorted(settings.items()) if not _UNREAD.search(name))

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-NOT_TRACED = {"_pytest", "serving", *sys.stdlib_module_names} - {"builtins"}
+NOT_TRACED = {"_pytest", *sys.stdlib_module_names} - {"builtins"}
 """Packages of which no function of a test is traced."""
 replaced: set[int] = set()
 """Identities of those that have replaced something else, and have not undone it."""

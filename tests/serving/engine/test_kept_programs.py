@@ -91,6 +91,7 @@ def test_whatever_may_change_a_program_makes_it_another(engine, tmp_path, monkey
 
     one = path(programs_like(tmp_path))
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-8")  # planning sets it: no program for a CPU needs it
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.8")  # the command line sets it from `--memory-utilization`
     assert path(programs_like(tmp_path)) == one
     if what == "source":
         monkeypatch.setattr(module, "source_digest", lambda packages: "edited")
