@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import struct
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -180,23 +181,17 @@ def test_what_is_wrong_or_not_supported_is_refused(directory, changed, message):
     assert re.search(message, refusal(directory))
 
 
-def test_a_rank_above_the_limit_is_refused(directory):
+def test_a_rank_above_the_limit_and_a_directory_without_an_adapter_are_refused(directory, tmp_path):
     assert "rank 3, more than max_lora_rank 2" in refusal(directory, max_rank=2)
-
-
-def test_a_directory_without_an_adapter_is_refused(directory, tmp_path):
     (directory / WEIGHTS_FILE).unlink()
     assert "has no adapter_model.safetensors" in refusal(directory)
     assert "not a directory" in refusal(tmp_path / "absent")
 
 
-def deep(opening):
-    return opening * 100_000
-
-
+NESTED = ["[" * 100_000, '{"a":' * 100_000]
 HEADERS = {
-    "nested lists": deep("["),
-    "nested objects": deep('{"a":'),
+    "nested lists": NESTED[0],
+    "nested objects": NESTED[1],
     "an endless size": '{"a": {"dtype": "F32", "shape": [1e400], "data_offsets": [0, 4]}}',
     "an endless offset": '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 1e999]}}',
     "a huge size": '{"a": {"dtype": "F32", "shape": [0, 1%s], "data_offsets": [0, 0]}}' % ("0" * 30),
@@ -223,7 +218,7 @@ def test_hostile_headers_are_refused(directory, header, file):
 
 @pytest.mark.parametrize(
     "text",
-    [deep("["), deep('{"a":'), '{"r": {"__float__": [1]}}', '{"r": %s}' % ("9" * 5000), "\0", "NaN", '"\\ud800"'],
+    [*NESTED, '{"r": {"__float__": [1]}}', '{"r": %s}' % ("9" * 5000), "\0", "NaN", '"\\ud800"'],
     ids=["lists", "objects", "float of a list", "digits", "zero", "NaN", "half"],
 )
 def test_hostile_configs_are_refused(directory, text):
@@ -241,17 +236,12 @@ def test_impossible_paths_are_refused(path):
 def test_only_regular_files_of_a_bounded_size_are_read(directory, file, kind):
     path = directory / file
     path.unlink(missing_ok=True)
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "device":
-        path.symlink_to("/dev/zero")
-    elif kind == "folder":
-        path.mkdir()
-    elif kind == "loop":
-        path.symlink_to(path.name)
+    if kind in ("device", "loop"):
+        path.symlink_to("/dev/zero" if kind == "device" else path.name)
     else:
-        with path.open("wb") as content:
-            content.truncate(64 << 30)
+        {"pipe": os.mkfifo, "folder": os.mkdir, "huge": Path.touch}[kind](path)
+    if kind == "huge":
+        os.truncate(path, 64 << 30)
     refusal(directory)
 
 

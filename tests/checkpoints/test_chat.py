@@ -12,6 +12,7 @@ from checkpoints.text.stream import following_text
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 USER = {"role": "user", "content": "Hi"}
+CITY = '{"city": "Zürich", "days": [1, 2]}'
 # The features of real templates: namespaces, loop controls, macros, whitespace control, tools, slices, string methods.
 RICH = """\
 {%- macro turn(role, text) %}[{{ role }}]{{ text }}{% endmacro -%}
@@ -39,9 +40,6 @@ RICH = """\
 {%- endfor %}
 {%- if add_generation_prompt %}[assistant]{% if not (enable_thinking | default(true)) %}<no>{% endif %}{% endif %}
 """
-
-
-CITY = '{"city": "Zürich", "days": [1, 2]}'
 
 
 def render(source, messages=(USER,), **options):
@@ -187,20 +185,14 @@ UNSAFE = "failed(?=: .*(unsafe|not allowed|undefined))"  # by the sandbox
 @pytest.mark.parametrize(
     ("source", "what"),
     [
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", UNSAFE),
-        ("{{ messages.__class__ }}", UNSAFE),
-        ("{{ raise_exception.__globals__ }}", UNSAFE),
-        ("{{ cycler.__init__.__globals__.os.system('true') }}", UNSAFE),
-        ("{{ '{0.__class__}'.format(messages) }}", UNSAFE),
-        ("{% set _ = messages.append(1) %}", UNSAFE),
-        ("{% set _ = messages[0].update({'role': 'x'}) %}", UNSAFE),
-        ("{{ range(10**9) | list }}", "failed"),
-        ("{{ messages[7].content }}", "failed"),
-        ("{{ 1 / 0 }}", "failed"),
-        ("{% for x in %}", "cannot be parsed"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", UNSAFE), ("{{ messages.__class__ }}", UNSAFE),
+        ("{{ raise_exception.__globals__ }}", UNSAFE), ("{{ '{0.__class__}'.format(messages) }}", UNSAFE),
+        ("{{ cycler.__init__.__globals__.os.system('true') }}", UNSAFE), ("{% set _ = messages.append(1) %}", UNSAFE),
+        ("{% set _ = messages[0].update({'role': 'x'}) %}", UNSAFE), ("{{ range(10**9) | list }}", "failed"),
+        ("{{ messages[7].content }}", "failed"), ("{{ 1 / 0 }}", "failed"), ("{% for x in %}", "cannot be parsed"),
         ("{{ raise_exception('System role not supported') }}", "refused the conversation"),
     ],
-)
+)  # fmt: skip
 def test_failures_of_a_template_are_one_line(source, what):
     with pytest.raises(ChatTemplateError, match=rf"^the chat template {what}: [^\n]+$"):
         render(source)
@@ -213,11 +205,10 @@ def test_choosing_among_templates():
     assert templates.choose(None, tools=True).render([]) == "t"
     assert templates.choose("rag", tools=True).render([]) == "r"
     assert templates.choose("{{ 1 + 1 }}", tools=False).render([]) == "2"
-    with pytest.raises(
-        ChatTemplateError, match=r"^this model has no chat template named 'x' \(it has: default, rag, tool_use\)$"
-    ):
+    said = "^this model has no chat template named"
+    with pytest.raises(ChatTemplateError, match=rf"{said} 'x' \(it has: default, rag, tool_use\)$"):
         templates.choose("x", tools=False)
-    with pytest.raises(ChatTemplateError, match=r"^this model has no chat template named 'default' \(it has: none\)$"):
+    with pytest.raises(ChatTemplateError, match=rf"{said} 'default' \(it has: none\)$"):
         ChatTemplates({}, {}).choose(None, tools=False)
 
 

@@ -145,8 +145,7 @@ def test_convert_keeps_the_dtype_and_copies_the_small_files(converted):
 
 @pytest.mark.parametrize(("saved_on", "loaded_on"), [(None, 2), (2, None), (2, 4)])
 def test_any_sharding_reads_any_other(source, tmp_path, saved_on, loaded_on):
-    saving = saved_on and row_sharding(saved_on)
-    loading = loaded_on and row_sharding(loaded_on)
+    saving, loading = (count and row_sharding(count) for count in (saved_on, loaded_on))
     directory = checkpoints.convert(source, tmp_path / "o", sharding=saving, progress=False)
     model = load(directory, dtype="bfloat16", sharding=loading)
     assert_equal(values(model), values(load(source, dtype="bfloat16")))
@@ -206,8 +205,7 @@ def test_damaged_and_incomplete_weights(copy):
     for path in (copy / "weights").rglob("*"):
         if path.is_file() and path.stat().st_size > 5000:
             path.write_bytes(b"x" * 100)
-    text = message(load, copy)
-    assert text.startswith(f"{copy}/weights: cannot be restored (")
+    assert message(load, copy).startswith(f"{copy}/weights: cannot be restored (")
     (copy / "weights").rename(copy / "elsewhere")
     assert message(load, copy) == f"{copy}: has no weights folder"
 

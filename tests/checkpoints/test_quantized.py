@@ -42,21 +42,16 @@ def assert_stands_for(quantized, wide, *, narrow=True):
         np.testing.assert_allclose(few[path], value, rtol=2e-6, atol=1e-7, err_msg=path)
 
 
-def written(tmp_path, model, method):
-    description, formats = METHODS[method]
-    if model == "granite" and ("GPTQ" in method or method == "AWQ" or "INT4" in method):
-        # Its experts are three-dimensional tensors, which these formats do not have.
-        formats = {
-            pattern.replace("(in|out)put_linear", "shared_mlp.(in|out)put_linear"): f for pattern, f in formats.items()
-        }
-    return write_quantized(tmp_path, config_of(model), formats, description)
-
-
 @pytest.mark.smoke("method")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("model", CONFIGS)
 def test_weights_are_those_that_the_format_stands_for(tmp_path, model, method):
-    assert_stands_for(*written(tmp_path, model, method), narrow=method != "GPTQ act-order")
+    description, formats = METHODS[method]
+    if model == "granite" and ("GPTQ" in method or method == "AWQ" or "INT4" in method):
+        # Its experts are three-dimensional tensors, which these formats do not have.
+        formats = {p.replace("(in|out)put_linear", "shared_mlp.(in|out)put_linear"): f for p, f in formats.items()}
+    pair = write_quantized(tmp_path, config_of(model), formats, description)
+    assert_stands_for(*pair, narrow=method != "GPTQ act-order")
 
 
 @pytest.fixture(scope="module")
@@ -224,15 +219,11 @@ def test_rounds_to_the_nearest(kind):
 @pytest.mark.smoke
 @pytest.mark.parametrize("kind", QUANTIZATIONS)
 def test_products_are_quantized_and_nothing_else(wide, kind):
-    model = load(wide, quantization=kind)
-    few, all_of = values(model), values(load(wide))
+    few, all_of = values(load(wide, quantization=kind)), values(load(wide))
     found = quantized_weights(few)
     left = {path for path in all_of if path not in found and all_of[path].ndim > 1}
-    assert {path.split(".", 2)[-1] for path in left if path.startswith("blocks")} == {
-        "mixer.conv_x.weight",
-        "mixer.conv_bc.weight",
-        "mixer.router.weight",
-    }
+    names = {path.split(".", 2)[-1] for path in left if path.startswith("blocks")}
+    assert names == {f"mixer.{name}.weight" for name in ("conv_x", "conv_bc", "router")}
     assert {"embed.weight", "lm_head.weight"} <= left
     for path, weight in dequantized(found).items():
         error = np.abs(np.asarray(weight) - np.asarray(all_of[path])).max()

@@ -12,16 +12,8 @@ from checkpoints.quantized import packing
 from checkpoints.tensors.tensor_set import TensorSet
 from tests.checkpoints.checks import load, message
 from tests.checkpoints.test_quantized import assert_stands_for
-from tests.support.models.quantized_checkpoints import (
-    _words,
-    awq,
-    config_of,
-    fp8,
-    fp8_blocks,
-    gptq,
-    nvfp4,
-    write_quantized,
-)
+from tests.support.models import quantized_checkpoints
+from tests.support.models.quantized_checkpoints import awq, config_of, fp8, fp8_blocks, gptq, nvfp4, write_quantized
 
 RNG = np.random.default_rng(0)
 NF4 = "weight.quant_state.bitsandbytes__nf4"
@@ -51,7 +43,7 @@ def packed(bits):
     def write(w):
         scale = (np.abs(w).max(-1, keepdims=True) / (2 ** (bits - 1) - 0.5)).astype(np.float32)
         signed = np.clip(np.rint(w / scale), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
-        words = _words((signed + 2 ** (bits - 1)).astype(np.int64), bits, -1)
+        words = quantized_checkpoints._words((signed + 2 ** (bits - 1)).astype(np.int64), bits, -1)
         return {"weight_packed": words, "weight_scale": scale, "weight_shape": np.asarray(w.shape)}, signed * scale
 
     return write
@@ -120,8 +112,7 @@ def test_forms_are_known_by_their_tensors(tmp_path, form):
     ],
 )
 def test_bitsandbytes_tensors_that_are_not_usable_are_named(tmp_path, parts_of, said):
-    formats = {r".*up_proj": lambda w: (parts_of(w), w)}
-    narrow, _ = write_quantized(tmp_path, config_of("falcon"), formats, BNB)
+    narrow, _ = write_quantized(tmp_path, config_of("falcon"), {r".*up_proj": lambda w: (parts_of(w), w)}, BNB)
     assert said in message(load, narrow)
 
 
@@ -140,8 +131,7 @@ def test_experts_may_be_one_tensor(tmp_path, kind, names):
     description = {"quant_method": "fp8", "weight_block_size": [48, 48]}
     formats = {r".*block_sparse_moe\.(in|out)put_linear": kind}
     narrow, wide = write_quantized(tmp_path, config_of("granite"), formats, description)
-    tensors = {}
-    stored = TensorSet(narrow)
+    tensors, stored = {}, TensorSet(narrow)
     for name in stored.names:
         value, (module, _, suffix) = np.array(stored.view(name)), name.rpartition(".")
         if "block_sparse_moe.input_linear" in module or "block_sparse_moe.output_linear" in module:

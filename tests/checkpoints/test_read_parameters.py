@@ -137,8 +137,7 @@ def test_everything_wrong_is_listed_in_one_line(tmp_path):
 
 
 def test_long_lists_are_cut(tmp_path):
-    stored = STORED | {f"extra.{i:03d}": np.zeros(1, np.float32) for i in range(500)}
-    text = message(read, tmp_path, stored)
+    text = message(read, tmp_path, STORED | {f"extra.{i:03d}": np.zeros(1, np.float32) for i in range(500)})
     assert text.endswith("500 unexpected: " + ", ".join(f"extra.{i:03d} [1]" for i in range(6)) + ", and 494 more")
 
 

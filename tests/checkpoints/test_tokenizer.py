@@ -34,8 +34,7 @@ def streamed(tokenizer, ids, rng, **options):
     stream, text = tokenizer.stream(**options), ""
     while ids:
         n = rng.randint(1, 3)
-        text += stream.push(ids[:n])
-        ids = ids[n:]
+        text, ids = text + stream.push(ids[:n]), ids[n:]
     return text + stream.flush()
 
 
@@ -92,8 +91,7 @@ def test_an_endless_stream_of_broken_characters_costs_a_bounded_window():
         return "\N{REPLACEMENT CHARACTER}" * len(ids)
 
     stream = StreamDecoder(decode)
-    sent = "".join(stream.push([0]) for _ in range(3000)) + stream.flush()
-    assert len(sent) == 3000
+    assert len("".join(stream.push([0]) for _ in range(3000)) + stream.flush()) == 3000
     assert longest < 1100
 
 

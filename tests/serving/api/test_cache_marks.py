@@ -13,17 +13,8 @@ from serving.api.http.apis.text_api import TEXT_APIS
 from serving.api.http.errors import ApiError, validated
 from serving.api.http.protocol.chat import ChatRequest
 from serving.api.http.text import TextCodec
-from tests.serving.api.test_agent_requests import (
-    CHAT,
-    CONTEXT,
-    MESSAGES,
-    RESPONSES,
-    SCHEMA,
-    STRICT,
-    TOKENIZER,
-    USER,
-    opened,
-)
+from tests.serving.api import test_agent_requests
+from tests.serving.api.test_agent_requests import CHAT, CONTEXT, MESSAGES, RESPONSES, SCHEMA, TOKENIZER, USER, opened
 
 
 def item(kind, **fields):
@@ -143,7 +134,7 @@ def test_how_often_a_conversation_is_rendered(monkeypatch):
 
 
 def test_marks_where_the_template_changes_the_text_around_them():
-    template = STRICT.replace("{{ m.content }}", "{{ m.content | trim }}")
+    template = test_agent_requests.STRICT.replace("{{ m.content }}", "{{ m.content | trim }}")
     context = replace(CONTEXT, codec=TextCodec(TOKENIZER.with_chat_template(template), 4096))
     parts = [part(f"{LONG} {i} \n", **{"cache_control": {"ttl": f"{i}h"}}) for i in (1, 2)]
     marks = asyncio.run(tokenized(context, ChatRequest(messages=[user(*parts), user(part(MORE))])))[1]
@@ -189,8 +180,7 @@ def test_usage_counts_reads_and_writes(server):
     written = first["cache_creation_input_tokens"]
     assert first["cache_creation"] == {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": written}
     assert first["cache_read_input_tokens"] == 0 < written
-    whole = written + first["input_tokens"]
-    assert again["cache_read_input_tokens"] + again["input_tokens"] == whole
+    assert again["cache_read_input_tokens"] + again["input_tokens"] == written + first["input_tokens"]
     assert (again["cache_read_input_tokens"] >= written, again["cache_creation_input_tokens"]) == (True, 0)
     assert ask("messages", {}, system="no marks")["cache_creation_input_tokens"] == 0
     details = ask("chat/completions", OF_OPENAI)["prompt_tokens_details"]

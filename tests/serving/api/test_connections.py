@@ -226,8 +226,7 @@ def test_silent_handshakes_count_as_connections(over_tls):
     room = server.bounds.max_connections + reserve(server.bounds.max_connections)
     with contextlib.ExitStack() as stack:
         wires = [stack.enter_context(connect(url)) for _ in range(room + 10)]
-        late = wires[room:]
-        assert all(closed(wire, 20) for wire in late)
+        assert all(closed(wire, 20) for wire in wires[room:])
         for wire in wires[20:room]:  # beyond the limit there is still room for refusals
             wire.close()
 

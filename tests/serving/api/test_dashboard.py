@@ -55,15 +55,13 @@ def test_metrics_have_the_names_of_vllm_on_request():
     assert b'vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} 0.75' in metrics.exposition(counted)[0]
     assert found["vllm:request_success_total", "stop", None].value == 2
     assert found["vllm:e2e_request_latency_seconds_bucket", None, "+Inf"].value == 1
-    own = {PREFIX + name for name in ALIASES}
-    assert own <= {family.name for family in families}
+    assert {PREFIX + name for name in ALIASES} <= {family.name for family in families}
     assert b"vllm:" not in Metrics("tiny").exposition(counted)[0]
 
 
 def test_the_dashboard_asks_for_metrics_that_exist(server):
     board = json.loads((ROOT / "serving/api/grafana/dashboard.json").read_text())
-    known = names(server)
-    asked = set()
+    known, asked = names(server), set()
     for panel in board["panels"]:
         for target in panel["targets"]:
             found = set(re.findall(r"mamba_jax_\w+", target["expr"]))
@@ -85,8 +83,7 @@ def test_the_guide_names_every_metric_and_setting(server):
 def test_the_page_names_every_metric_of_tiers():
     sizes = Sizes(state=1, page=0, page_size=1, block=1)
     tiers = Tiers(Tier("host", 10, sizes), Tier("disk", 20, sizes), max_copying=1)
-    found = tiers.snapshot()
-    families = Families()
+    found, families = tiers.snapshot(), Families()
     add_tiers(families, found)
     add_fetches(families, found)
     samples = [sample for metric in families.metrics() for sample in metric.samples]

@@ -203,8 +203,7 @@ def test_log_probabilities_leave_out_reasoning():
     found = TextLogprobs(codec, top=0, reasoning=lambda tokens: len(thought))
     for token in ids:
         found.push([token], [{token: Logprob(-1.0, 1)}])
-    entries = found.take(4) + found.rest()
-    assert "".join(entry.token for entry in entries) == " Because."
+    assert "".join(entry.token for entry in found.take(4) + found.rest()) == " Because."
 
 
 @pytest.mark.parametrize("step", [1, 3, 1000])
@@ -214,8 +213,7 @@ def test_log_probabilities_leave_out_calls(step):
     shown = "".join(entry["token"] for entry in said["logprobs"])
     assert said["text"] == "I look."
     assert shown.startswith("I look.")
-    assert "tool_call" not in shown
-    assert "name" not in shown
+    assert not any(part in shown for part in ("tool_call", "name"))
 
 
 def test_log_probabilities_have_bounds():

@@ -107,8 +107,7 @@ def test_checksums_are_those_of_the_weights_in_memory(made, client, tmp_path):
     assert after["weights_version"] != before["weights_version"]
     assert {path for path, digest in after["weights"].items() if digest != before["weights"][path]} == {name}
     assert client.get("/weights/checksum", headers=CLIENT).status_code == 403
-    weights = made.engine.control.weights
-    model = made.engine.control.weights._model
+    weights, model = made.engine.control.weights, made.engine.control.weights._model
     assert after["checksum"] == model_digest(model, model.config) == weights.checksum().checksum
 
 

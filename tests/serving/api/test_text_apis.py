@@ -80,8 +80,7 @@ def test_reasoning(thinking, api):
     ((name, arguments),) = call.calls
     assert (call.text, call.reason, name, bool(call.reasoning)) == ("", "tool_calls", "look", True)
     assert isinstance(json.loads(arguments)["deep"], bool)
-    hidden = ask(api, thinking, include_reasoning=False).reasoning
-    assert (hidden == "") == (api == "chat/completions")
+    assert (ask(api, thinking, include_reasoning=False).reasoning == "") == (api == "chat/completions")
 
 
 CALL = "<tool_call>"
@@ -124,8 +123,7 @@ def test_what_a_template_and_a_prompt_say():
     for mark in THINK:  # one of them is enough
         assert reasoning_marks(demo.with_chat_template(f"{{{{ messages }}}}{mark}")) == THINK
     assert opening_of(tokenizer, tokenizer.encode_chat(MESSAGES), THINK) == (True, False)
-    off = tokenizer.encode_chat(MESSAGES, enable_thinking=False)
-    assert opening_of(tokenizer, off, THINK) == (False, True)
+    assert opening_of(tokenizer, tokenizer.encode_chat(MESSAGES, enable_thinking=False), THINK) == (False, True)
     assert opening_of(demo, demo.encode_chat(MESSAGES), THINK) == (False, False)
     assert template_options(ChatRequest(messages=MESSAGES, reasoning_effort="low"), {})["reasoning_effort"] == "low"
 

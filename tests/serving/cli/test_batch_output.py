@@ -28,26 +28,15 @@ def ids(path):
 @pytest.mark.parametrize(
     "content",
     [
-        "my notes\n",
-        "my notes",
-        "my\nnotes\n",
-        '{"title": "a JSON file of one line"}\n',
-        '{"id": 5, "title": "with an id"}\n',
-        '{"id": 5, "title": "with an id and no newline"}',
-        '{"id": 5, "error": {"code": 5}}\n',
+        "my notes\n", "my notes", "my\nnotes\n", "[1]\n", "null\n", "\n", "\x00\x01\n", "[" * 100_000 + "\n",
+        '{"title": "a JSON file of one line"}\n', '{"id": 5, "title": "with an id"}\n',
+        '{"id": 5, "title": "with an id and no newline"}', '{"id": 5, "error": {"code": 5}}\n',
         '{"id": "a", "prompt": "the input of a batch", "max_tokens": 5}\n',
         '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}\n',
-        "[1]\n",
-        "null\n",
-        "\n",
-        "\x00\x01\n",
         json.dumps({"id": "a", "without": "a digest"} | ANSWER) + "\n",
-        answer("a") + "my notes\n",
-        answer("a") + "my notes",
-        answer("a") + "\n" + answer("b"),
-        "[" * 100_000 + "\n",
+        answer("a") + "my notes\n", answer("a") + "my notes", answer("a") + "\n" + answer("b"),
     ],
-)
+)  # fmt: skip
 def test_a_file_that_is_no_batch_output_is_not_touched(content, tmp_path, capfd):
     path, source = tmp_path / "notes.txt", tmp_path / "in.jsonl"
     path.write_text(content)

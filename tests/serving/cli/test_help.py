@@ -26,8 +26,6 @@ MAY_IMPORT = {
     "checkpoints", "serving",
 }  # fmt: skip
 """Packages that `--help` of any command may import, the standard library aside."""
-
-
 PAGES = [[], ["bench"], ["--help"], ["--version"], *([name, "--help"] for name in COMMANDS), ["serve", "--help-all"]]
 SCRIPT = """
 import json, os, sys

@@ -80,8 +80,7 @@ def test_a_failed_request_does_not_end_the_conversation():
 
 
 def test_a_refused_connection_and_bad_events_are_reported():
-    text = said(remote("http://127.0.0.1:1", None, {}), ["one", "two"])
-    assert text.count("error: http://127.0.0.1:1") == 2
+    assert said(remote("http://127.0.0.1:1", None, {}), ["one", "two"]).count("error: http://127.0.0.1:1") == 2
     for event in ("{", "[]", '{"choices": 5}', '{"choices": [{}]}', '{"error": 1}', '"x"'):
         with pytest.raises(ConfigError):
             list(_texts(iter([f"data: {event}"]), AnswerStats()))

@@ -40,25 +40,14 @@ def random_config(rng: random.Random) -> SchedulerConfig:
     pages = rng.choice([0, 1 + fit, 2 + fit, 2 + fit, 1 + fit + fit // 2, 1 + fit + fit // 2, 1 + 2 * fit, 200])
     members = (1, 1, 2, 3)[(longest + slots) % 4]
     return SchedulerConfig(
-        num_slots=slots,
-        num_pages=pages and members * (1 + -(-(pages - 1) // members)),
-        context_members=members,
-        max_num_seqs=rows,
-        max_num_batched_tokens=rng.choice([1, 2, 3, 5, 8, 8, 16, 40]),
-        max_model_len=longest,
-        page_size=page,
-        state_block_size=block,
-        tile_size=tile,
-        cache_mode=rng.choice(["none", "align", "all", "align", "all"]),
-        num_speculative_tokens=drafts,
-        replay_interval=interval,
-        num_lookahead_tokens=rng.choice([0, drafts]),
-        max_prefill_rows=rng.choice([1, 2, 4]),
-        max_tiles=rng.choice([None, None, 1, 3]),
-        max_waiting=rng.choice([None, None, None, 3]),
-        max_decode_pause=1.0 if slots % 2 else None,
-        chunks_end_at_blocks=longest % 4 == 0,
-    )
+        num_slots=slots, num_pages=pages and members * (1 + -(-(pages - 1) // members)), context_members=members,
+        max_num_seqs=rows, max_num_batched_tokens=rng.choice([1, 2, 3, 5, 8, 8, 16, 40]), max_model_len=longest,
+        page_size=page, state_block_size=block, tile_size=tile,
+        cache_mode=rng.choice(["none", "align", "all", "align", "all"]), num_speculative_tokens=drafts,
+        replay_interval=interval, num_lookahead_tokens=rng.choice([0, drafts]), max_prefill_rows=rng.choice([1, 2, 4]),
+        max_tiles=rng.choice([None, None, 1, 3]), max_waiting=rng.choice([None, None, None, 3]),
+        max_decode_pause=1.0 if slots % 2 else None, chunks_end_at_blocks=longest % 4 == 0,
+    )  # fmt: skip
 
 
 class Run:

@@ -61,13 +61,10 @@ WHOLE = whole(builder()._empty_masks(VOCAB))
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        (b"", "no header"),
-        (WHOLE[:20], "no header"),
-        (WHOLE[:-1], "bytes, expected"),
-        (WHOLE + b"x", "bytes, expected"),
-        (WHOLE[:8] + bytes(16) + WHOLE[24:], "no program"),
+        (b"", "no header"), (WHOLE[:20], "no header"), (WHOLE[:-1], "bytes, expected"),
+        (WHOLE + b"x", "bytes, expected"), (WHOLE[:8] + bytes(16) + WHOLE[24:], "no program"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_batch_is_refused(wrong, why):
     with pytest.raises(WireError, match=why):
         RECEIVER.from_bytes(wrong)

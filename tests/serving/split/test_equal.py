@@ -59,8 +59,7 @@ def test_a_drafter_drafts_from_what_arrived_as_from_what_was_computed_here(sourc
     for length in LENGTHS:
         for handoff in ("full", "recompute-last"):
             prompt = tokens(length, length)
-            own = output_of(alone, prompt)
-            assert pair.run(prompt, handoff).outputs[0].token_ids == own.outputs[0].token_ids
+            assert pair.run(prompt, handoff).outputs[0].token_ids == output_of(alone, prompt).outputs[0].token_ids
             drafts = [np.asarray(engine.loop._rows.drafts) for engine in (pair.decode, alone)]
             np.testing.assert_array_equal(*drafts, err_msg=f"{length} {handoff}")
     assert pair.decode_side.stats.failed == 0

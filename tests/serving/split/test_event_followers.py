@@ -65,6 +65,7 @@ def message(kind, **fields) -> bytes:
 
 HEAD = message("snapshot", block=B, weights=0)
 NAME, NO_NUMBERS = "0" * 40, ("Infinity", "1e999", "[" * 100_000)
+WRONG_STATES = [["0", NAME, 0, 0]], [[NAME, NAME, B, 9]], [[NAME, NAME]], 7
 BLOCK_OF = 'event: snapshot\ndata: {"block": %s, "weights": 0}\n\n'
 TAIL_OF = 'event: stored\ndata: {"tier": "device", "states": [["%s", "%s", 0, %s]]}\n\n'
 
@@ -72,15 +73,11 @@ TAIL_OF = 'event: stored\ndata: {"tier": "device", "states": [["%s", "%s", 0, %s
 @pytest.mark.parametrize(
     "said",
     [
-        b"event: snapshot\ndata: {\n\n",
-        b"event: snapshot\ndata: []\n\n",
+        *(b"event: snapshot\ndata: " + data + b"\n\n" for data in (b"{", b"[]")),
         message("snapshot"),
         message("snapshot", block=0, weights=0),
         message("stored", tier="device", states=[]),
-        HEAD + message("stored", tier="device", states=[["0", NAME, 0, 0]]),
-        HEAD + message("stored", tier="device", states=[[NAME, NAME, B, 9]]),
-        HEAD + message("stored", tier="device", states=[[NAME, NAME]]),
-        HEAD + message("stored", tier="device", states=7),
+        *(HEAD + message("stored", tier="device", states=states) for states in WRONG_STATES),
         HEAD + message("evicted", tier="device", states=[3]),
         HEAD + b"x" * (1 << 21),
         *((BLOCK_OF % value).encode() for value in (*NO_NUMBERS, "NaN", '"4"', "4.0", "9" * 5000)),
@@ -108,8 +105,7 @@ def test_a_worker_that_contradicts_another_changes_nothing():
             assert directory.stored(0, "device", honest)
             assert not directory.stored(1, "device", wrong)
             directory.evicted(1, "device", wrong.name)
-            found = list(directory.find(Chain(Scope(None), B), PROMPT))
-            assert found == [Resumable(0, 9, frozenset({"device"}))]
+            assert [*directory.find(Chain(Scope(None), B), PROMPT)] == [Resumable(0, 9, frozenset({"device"}))]
             directory.forget(first_to_go)
             directory.forget(1 - first_to_go)
             assert not len(directory)

@@ -18,19 +18,14 @@ def other(**fields):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"protocol": 2}, "protocol"),
-        ({"layout": "m"}, "layout"),
-        ({"model": "abd"}, "--model"),
-        ({"dtype": "bfloat16"}, "--dtype"),
+        ({"protocol": 2}, "protocol"), ({"layout": "m"}, "layout"), ({"model": "abd"}, "--model"),
+        ({"dtype": "bfloat16"}, "--dtype"), ({"ssm_dtype": "bfloat16"}, "--ssm-dtype"), ({"draft_layers": 2}, "draft"),
         ({"kv_dtype": "float8_e4m3fn"}, "kv_cache_dtype differs.*--kv-cache-dtype"),
-        ({"ssm_dtype": "bfloat16"}, "--ssm-dtype"),
         ({"state": {"ssm": (3, 4, 8, 16), "hidden": (32,)}}, "state differs"),
         ({"rounding": "int8 every 256 tokens"}, "--checkpoint-dtype"),
-        ({"attention_layers": 0}, "attention layers"),
-        ({"draft_layers": 2}, "draft"),
-        ({"transports": {"direct": ""}}, "--transport"),
+        ({"attention_layers": 0}, "attention layers"), ({"transports": {"direct": ""}}, "--transport"),
     ],
-)
+)  # fmt: skip
 def test_what_may_not(fields, says):
     with pytest.raises(ManifestMismatch, match=says) as caught:
         check(BASE, other(**fields))

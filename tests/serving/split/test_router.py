@@ -121,8 +121,7 @@ def test_pairs_that_cannot_exchange_states_are_told_once(caplog):
 
 async def test_what_waits_for_a_worker_that_goes_down_goes_to_another():
     """As a stopped process: the connection stands, and nothing comes."""
-    workers = Workers(p1={"/split/prefill": slow(60)}, d1={"/v1/completions": slow(60)})
-    over = relay(workers)
+    over = relay(Workers(p1={"/split/prefill": slow(60)}, d1={"/v1/completions": slow(60)}))
     asks = [over.answer(asked("completions", BODY | {"prompt": f"text {i}"})) for i in range(12)]
     tasks = [asyncio.create_task(ask) for ask in asks]
     await asyncio.sleep(0.1)

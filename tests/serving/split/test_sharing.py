@@ -137,8 +137,7 @@ async def answered(workers, busy=9, states=((30, "device"), None), weights=(0, 0
         each: Resumable(0, state[0], frozenset([state[1]]))
         for each, state in zip(fleet.decode, states, strict=True) if state is not None
     }  # fmt: skip
-    match = PromptMatch(known, len(PROMPT), Tokens(tokens=PROMPT))
-    relay.placement.look = mock.AsyncMock(return_value=match)
+    relay.placement.look = mock.AsyncMock(return_value=PromptMatch(known, len(PROMPT), Tokens(tokens=PROMPT)))
     fleet.decode[0].load = busy
     begin = time.monotonic()
     answer = await relay.answer(asked("completions", {"prompt": PROMPT} | (more or {})))

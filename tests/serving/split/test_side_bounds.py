@@ -32,8 +32,7 @@ def want_of(pair, ticket):
 
 def test_leases_run_out():
     """Held or copied, nothing stays; who comes too late computes the prompt."""
-    pair = Pair("all")
-    now = [0.0]
+    pair, now = Pair("all"), [0.0]
     side = pair.prefill_side
     side._clock = lambda: now[0]
     held, copied = pair.compute(PROMPT), pair.compute(tokens(4, 40))
@@ -52,8 +51,7 @@ def test_leases_run_out():
 
 
 def test_states_of_requests_that_wait_for_a_seat_are_not_let_go():
-    now = [0.0]
-    pair = Pair("all", decode={"max_num_seqs": 2})
+    pair, now = Pair("all", decode={"max_num_seqs": 2}), [0.0]
     pair.prefill_side._clock = lambda: now[0]
     renewed, renew = set(), pair.peer.renew
     pair.peer.renew = lambda ids: renewed.update(ids) or renew(ids)
@@ -171,8 +169,7 @@ async def test_clients_that_leave_at_any_moment_leave_no_places_taken(no_prompt)
         await asyncio.sleep(rng.random() * 0.05)
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError, ApiError):
-            ticket = await task
-            side.release(ticket.id, wanted=True)  # it was quicker
+            side.release((await task).id, wanted=True)  # it was quicker
 
     await asyncio.gather(*(one() for _ in range(200)))
     await until(lambda: not side.kept and not context.engine.commands)
@@ -203,8 +200,7 @@ async def test_a_lease_does_not_run_out_while_its_prompt_is_computed(no_prompt):
 
 
 def test_a_lease_is_finite_from_the_start_and_renewed_up_to_a_limit():
-    now = [0.0]
-    side = a_side(lease=10.0, max_lease=25.0, max_kept=2)
+    side, now = a_side(lease=10.0, max_lease=25.0, max_kept=2), [0.0]
     side._clock = lambda: now[0]
     first, second = side.begin("first"), side.begin()
     assert second.id != first.id

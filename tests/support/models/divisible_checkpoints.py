@@ -26,17 +26,10 @@ def _cases(*, slow: bool) -> dict[str, Case]:
 
 FAMILIES, MORE = _cases(slow=False), _cases(slow=True)
 # Heads for eight devices; two groups and two key-value heads, each on four of them.
-EIGHT = Case(
-    "nemotronh",
-    {
-        "layers_block_type": ["linear_attention", "mlp", "full_attention"],
-        "mamba_num_heads": 16,
-        "n_groups": 2,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "vocab_size": 256,
-    },
-)
+EIGHT = Case("nemotronh", {
+    "layers_block_type": ["linear_attention", "mlp", "full_attention"], "mamba_num_heads": 16, "n_groups": 2,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 256,
+})  # fmt: skip
 
 
 def write_checkpoint(directory: Path, case: Case) -> Path:

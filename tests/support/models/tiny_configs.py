@@ -71,22 +71,19 @@ def _for_engines(pattern: str, *recurrences, **fields) -> HybridConfig:
 
 
 EAGLE = EagleConfig(
-    hidden_size=24,
-    vocab_size=40,
-    places=(1, 2, 4),
+    hidden_size=24, vocab_size=40, places=(1, 2, 4), norm_eps=1e-6, own_embedding=True, maps_vocabulary=True,
     attention=AttentionConfig(
         num_heads=4, num_kv_heads=1, head_dim=6, scale=6**-0.5, input_size=24, rope=RopeConfig(theta=50.0, size=6)
     ),
     mlp=MLPConfig(intermediate_size=28, activation="silu", gated=True),
-    norm_eps=1e-6,
-    own_embedding=True,
-    maps_vocabulary=True,
-)
+)  # fmt: skip
 FLASH = BlockConfig(
     hidden_size=ENGINE_HIDDEN, vocab_size=ENGINE_VOCAB, places=(1, 3),
     attention=replace(EAGLE.attention, input_size=ENGINE_HIDDEN, qk_norm=QKNormConfig(1e-6)), mlp=EAGLE.mlp,
     norm_eps=1e-6, num_layers=2, own_head=False, mask_token=7,
 )  # fmt: skip
+_QK_NORM = QKNormConfig(1e-5)
+_KIMI_GATES = {"decay": "channel", "gate_rank": 6, "output_gate": "sigmoid"}
 
 FOR_ENGINES = {
     # The kinds of layers of NemotronH, and of plain Mamba2, which has no attention.
@@ -105,12 +102,7 @@ FOR_ENGINES = {
         DeltaConfig(num_heads=4, head_dim=8, state_size=12, num_groups=2, conv_width=4, norm_eps=1e-5),
         ShortConvConfig(channels=ENGINE_HIDDEN, conv_width=3),
         attention=replace(
-            _ENGINE_ATTENTION,
-            num_kv_heads=1,
-            scale=0.3,
-            rope=RopeConfig(theta=100.0, size=4),
-            qk_norm=QKNormConfig(1e-5),
-            output_gate=True,
+            _ENGINE_ATTENTION, num_kv_heads=1, scale=0.3, rope=RopeConfig(100.0, 4), qk_norm=_QK_NORM, output_gate=True
         ),
         mlp=replace(_ENGINE_MLP, activation="silu", gated=True),
         mtp_pattern="*-",
@@ -121,11 +113,7 @@ FOR_ENGINES = {
         ShortConvConfig(channels=ENGINE_HIDDEN, conv_width=5),
         attention=replace(_ENGINE_ATTENTION, head_gate=True),
         windowed_attention=replace(
-            _ENGINE_ATTENTION,
-            head_gate=True,
-            window=11,
-            rope=RopeConfig(theta=100.0, size=8),
-            qk_norm=QKNormConfig(1e-5),
+            _ENGINE_ATTENTION, head_gate=True, window=11, rope=RopeConfig(theta=100.0, size=8), qk_norm=_QK_NORM
         ),
         norm_both=True,
     ),
@@ -139,17 +127,7 @@ FOR_ENGINES = {
     # Kimi Delta Attention, and attention over latents.
     "kimi": _for_engines(
         "DL-D",
-        DeltaConfig(
-            num_heads=3,
-            head_dim=8,
-            state_size=8,
-            num_groups=3,
-            conv_width=4,
-            norm_eps=1e-5,
-            decay="channel",
-            gate_rank=6,
-            output_gate="sigmoid",
-        ),
+        DeltaConfig(num_heads=3, head_dim=8, state_size=8, num_groups=3, conv_width=4, norm_eps=1e-5, **_KIMI_GATES),
         latent_attention=LatentAttentionConfig(
             num_heads=3, key_size=7, shared_key_size=5, value_size=6, latent_size=12, norm_eps=1e-6
         ),
