@@ -23,39 +23,25 @@ EXEMPT = {"CONTRIBUTING.md", "tests/test_language.py"}
 FOLDERS = ("benchmarks", "checkpoints", "deploy", "docs", "kernels_pallas", "mamba_jax", "serving", "tests", ".github")
 
 
-def group_of(path: str) -> str:
-    """The group of a file: its package within `serving`, its folder at the top elsewhere."""
-    parts = path.split("/")
-    if len(parts) == 1:
-        return "."
-    return "/".join(parts[:2]) if parts[0] == "serving" and len(parts) > 2 else parts[0]
-
-
 def banned_in(text: str) -> list[str]:
     joined = re.sub(r"\s+#?\s*", " ", text)  # phrases may continue on the next line
     return [match[0].strip() for match in _PHRASE.finditer(joined)] + [m[0].strip() for m in _CLASS.finditer(text)]
 
 
-def places() -> dict[str, list[str]]:
-    """For each group, its files that contain banned words, with the words."""
+def places() -> list[str]:
+    """The files that contain banned words, with the words."""
     files = [path for path in ROOT.iterdir() if path.is_file()]
     files += [path for folder in FOLDERS for path in (ROOT / folder).rglob("*")]
-    groups: dict[str, list[str]] = {}
+    found = []
     for path in sorted(files):
         name = path.relative_to(ROOT).as_posix()
-        if path.suffix in SUFFIXES and name not in EXEMPT:
-            lines = groups.setdefault(group_of(name), [])
-            if words := banned_in(path.read_text(encoding="utf-8")):
-                lines.append(f"{name}: {', '.join(words)}")
-    return groups
+        if path.suffix in SUFFIXES and name not in EXEMPT and (words := banned_in(path.read_text(encoding="utf-8"))):
+            found.append(f"{name}: {', '.join(words)}")
+    return found
 
 
-PLACES = places()
-
-
-@pytest.mark.parametrize("group", sorted(PLACES))
-def test_no_file_contains_banned_words(group):
-    assert not PLACES[group], "see the style guide in CONTRIBUTING.md:\n" + "\n".join(PLACES[group])
+def test_no_file_contains_banned_words():
+    assert not (found := places()), "see the style guide in CONTRIBUTING.md:\n" + "\n".join(found)
 
 
 @pytest.mark.parametrize(
@@ -73,4 +59,4 @@ def test_banned_words_are_recognized(text, words):
 
 
 if __name__ == "__main__":
-    print("\n".join(line for lines in PLACES.values() for line in lines))
+    print("\n".join(places()))

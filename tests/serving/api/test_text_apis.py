@@ -19,8 +19,6 @@ from serving.engine.requests.output import CompletionOutput, RequestOutput
 from tests.support.servers.text_clients import APIS, LOOK, SCHEMA, ask
 from tests.support.servers.written_calls import cut, tokenizer_with
 
-anthropic = pytest.importorskip("anthropic", reason="needs the anthropic SDK (the extra `test`)")
-
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>{{ m.reasoning_content }}"
     "</think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
@@ -160,8 +158,12 @@ def test_a_written_answer_with_reasoning_and_a_call():
     assert response.usage.completion_tokens_details.reasoning_tokens == ids.index(tokenizer.token_to_id("</think>")) + 1
 
 
+def anthropic():
+    return pytest.importorskip("anthropic", reason="needs the anthropic SDK (the extra `test`)")
+
+
 def client(server):
-    return anthropic.Anthropic(base_url=server.url, api_key="-", max_retries=0)
+    return anthropic().Anthropic(base_url=server.url, api_key="-", max_retries=0)
 
 
 def message(server, **fields):
@@ -197,7 +199,7 @@ def test_tokens_are_counted(server):
     ],
 )  # fmt: skip
 def test_errors_are_in_its_form(server, fields, error):
-    with pytest.raises(getattr(anthropic, error)) as caught:
+    with pytest.raises(getattr(anthropic(), error)) as caught:
         message(server, **fields)
     assert caught.value.body["type"] == "error"
     assert caught.value.body["error"]["message"]
