@@ -54,8 +54,9 @@ def sample(logits, rows, drafts, counts, seen):
 
 
 @pytest.mark.smoke
+@pytest.mark.parametrize("shards", [8, 2])
 @pytest.mark.parametrize("rows", [GREEDY, MIXED, MIXED[:6]], ids=["greedy", "mixed", "rows that do not divide"])
-def test_several_devices_choose_what_one_chooses(rows):
+def test_several_devices_choose_what_one_chooses(rows, shards):
     random, count = np.random.default_rng(5), len(rows)
     # Few different values, so that the largest lies on several devices; one head with a number that is none.
     logits = random.integers(-9, 4, (count, HEADS, VOCAB)).astype(np.float32)
@@ -75,12 +76,11 @@ def test_several_devices_choose_what_one_chooses(rows):
     alone = run(1)
     assert alone[0].count.max() > 1
     np.testing.assert_array_equal(alone[0].finite, np.isfinite(logits).all(-1))
-    for shards in (2, 8):
-        for ours, theirs in zip(jax.tree.leaves(run(shards)), jax.tree.leaves(alone), strict=True):
-            if ours.dtype == np.float32:
-                np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
-            else:
-                np.testing.assert_array_equal(ours, theirs)
+    for ours, theirs in zip(jax.tree.leaves(run(shards)), jax.tree.leaves(alone), strict=True):
+        if ours.dtype == np.float32:
+            np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
+        else:
+            np.testing.assert_array_equal(ours, theirs)
 
 
 def test_each_device_samples_its_share_of_the_rows_with_every_seed():

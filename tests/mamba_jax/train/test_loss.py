@@ -20,11 +20,17 @@ from mamba_jax.train.loop import initial_values
 from mamba_jax.train.loss import build, rollout, training_loss
 from tests.support.models.tiny_configs import EVERYTHING, MOE
 from tests.support.models.tiny_training import CONFIG, NO_DRAFTS, batches
-from tests.support.stored_jit import late
+from tests.support.stored_jit import StoredJit, late
 
-VALUES = initial_values(CONFIG, 1)
-# Larger than a fresh model's, so that nothing is lost in rounding.
-VALUES = {path: v * 8 if v.ndim > 1 and ".conv_" not in path else v for path, v in VALUES.items()}
+
+@StoredJit
+def large_values():
+    """Larger than a fresh model's, so that nothing is lost in rounding."""
+    values = initial_values(CONFIG, 1)
+    return {path: v * 8 if v.ndim > 1 and ".conv_" not in path else v for path, v in values.items()}
+
+
+VALUES = large_values()
 TOKENS = jnp.asarray(batches()[0][:2, :13])
 MODEL = build(CONFIG, VALUES, jnp.float32)
 
