@@ -30,7 +30,7 @@ NAMED = re.compile(rf"\b(?:{PACKAGES})(?:\.\w+)+")
 """A module of the project, also one that is imported by its name in a string."""
 IMPORT = re.compile(rf"\bfrom ((?:{PACKAGES})[\w.]*) import (\([^)]*\)|.*)")
 COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12")
-LIBRARIES = (*COMPILERS, "flax", "numpy", "ml_dtypes")
+LIBRARIES = ("flax", "numpy", "ml_dtypes")
 
 
 def skip_recorded(items: list[pytest.Item]) -> None:
@@ -43,10 +43,8 @@ def skip_recorded(items: list[pytest.Item]) -> None:
 
 def other_versions() -> str:
     """What there is another version of than when the passes were recorded."""
-    recorded = _recorded().get("versions", {})
-    return ", ".join(
-        f"{name} {_versions()[name]} (recorded: {was})" for name, was in recorded.items() if was != _versions()[name]
-    )
+    recorded, now = _recorded().get("versions", {}), _versions()
+    return ", ".join(f"{name} {now[name]} (recorded: {was})" for name, was in recorded.items() if was != now[name])
 
 
 def _recorded() -> dict[str, dict[str, str]]:
@@ -54,9 +52,13 @@ def _recorded() -> dict[str, dict[str, str]]:
 
 
 def _versions() -> dict[str, str]:
-    return {"Python": f"{sys.version_info.major}.{sys.version_info.minor}"} | {
-        name: _version(name) for name in LIBRARIES
-    }
+    """Of compilers the whole versions, of others without the number of fixes."""
+    python, compilers = (
+        f"{sys.version_info.major}.{sys.version_info.minor}",
+        {name: _version(name) for name in COMPILERS},
+    )
+    others = {name: ".".join(_version(name).split(".")[:2]) for name in LIBRARIES}
+    return {"Python": python} | compilers | others
 
 
 def _of_kernels(item: pytest.Item) -> bool:
