@@ -199,6 +199,7 @@ def test_a_text_model_in_a_multimodal_one_is_converted_to_orbax_only(tmp_path):
     assert_equal(values(load(convert(wrapped, tmp_path / "orbax", progress=False))), values(load(plain)))
 
 
+@pytest.mark.smoke("existing")
 @pytest.mark.parametrize("wrapper", WRAPPERS, ids=lambda wrapper: wrapper[0])
 @pytest.mark.parametrize("existing", [False, True], ids=["new", "existing"])
 def test_a_draft_layer_of_a_text_model_in_a_multimodal_one(tmp_path, wrapper, existing):

@@ -102,14 +102,15 @@ def test_results_are_those_of_the_model_without_padding(changes):
         assert weight.sharding.shard_shape(weight.shape) != weight.shape
     padded = HybridModel.from_parameters(padding.padded, values)
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, 64, (2, 17)))
-    expected, got = (jax.nn.log_softmax(each(tokens)) for each in (model, padded))
+    run = jax.jit(lambda model: jax.nn.log_softmax(model(tokens)))
+    expected, got = run(model), run(padded)
     np.testing.assert_allclose(got, expected, atol=2e-4)
 
 
 def test_states_and_other_parameters_keep_their_shapes():
-    config = load_config("falcon-h1-34b")
+    config = dataclasses.replace(load_config("falcon-h1-34b"), pattern="P-P-")
     padding = HeadPadding.of(config, 8)
-    assert padding.notice == "20 attention heads are padded with zeros to 24, which adds 1.1% to the weights"
+    assert padding.notice == "20 attention heads are padded with zeros to 24, which adds 0.3% to the weights"
     assert [x.shape for x in padding.padded.attention.state()] == [x.shape for x in config.attention.state()]
     changed = {path.split(".", 2)[2] for path in parameters(HybridModel.abstract(config)) if padding.pads(path)}
     assert changed == {"mixer.attention.q_proj.weight", "mixer.attention.o_proj.weight"}

@@ -15,6 +15,7 @@ from mamba_jax import program_cache
 from mamba_jax.batch import DecodeBatch, Packing, PrefillBatch, pack
 from mamba_jax.program_cache import ProgramCache, look_of
 from tests.support.fleets.step_host import Host
+from tests.support.models.tiny_configs import STEP
 
 
 @jax.tree_util.register_dataclass
@@ -120,7 +121,7 @@ def test_batches_share_no_memory():
 
 
 def test_a_step_takes_one_array_from_the_host():
-    host = Host()
+    host = Host(dataclasses.replace(STEP, pattern="M*"))
     batch = DecodeBatch.empty(rows=6, num_speculative_tokens=3, pages_per_row=host.pages_per_row)
     lowered = host.programs.lower(host.store, host.rows, batch)
     (_, _, _, taken), _ = lowered.args_info

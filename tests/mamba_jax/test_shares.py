@@ -211,7 +211,7 @@ def assert_same(found, *, exact=False):
 
 
 # Forms of which other forms have each part.
-ALIKE = "convolution|(pairs, )?delta|selective|groups divide|heads .*|gated .*|rounded .*|.* over slow links"
+ALIKE = "convolution|members .*|a gated mixer|(pairs, )?delta|selective|groups divide|heads .*|gated .*|rounded .*|.* over slow links"
 MARKED = [pytest.param(form, marks=[pytest.mark.full] * bool(re.fullmatch(ALIKE, form))) for form in FORMS]
 
 
@@ -231,6 +231,7 @@ def test_a_divided_step_has_the_same_bits_in_a_fixed_order(form):
         assert_same(FORMS[form](), exact=True)
 
 
+@pytest.mark.full
 @NEEDS_NATIVE
 def test_another_order_of_merging_is_seen(monkeypatch):
     merge = shares.merge_attention_parts

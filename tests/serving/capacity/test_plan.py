@@ -203,6 +203,7 @@ def test_a_config_file_may_override_the_models_config(tmp_path, capsys):
     assert (report["size"]["max_model_len"], report["size"]["max_num_seqs"]) == (20000, 4)
 
 
+@pytest.mark.full
 def test_padded_heads_are_in_the_plan(capsys):
     """20 query heads, 5 for each head of keys, become 24 on 8 devices: 3 on each."""
     wanted = ["plan", "--model", "falcon-h1-34b", "--analysis"]

@@ -43,7 +43,7 @@ class Server:
     """Steps on a machine, with the time between the tokens of one request, the victim."""
 
     def __init__(self, machine: Machine, **changes) -> None:
-        sizes = {"num_slots": 400, "num_pages": 4000, "max_num_seqs": ROWS, "max_num_batched_tokens": 256}
+        sizes = {"num_slots": 100, "num_pages": 1000, "page_size": 8, "max_num_seqs": ROWS, "max_num_batched_tokens": 256}
         self.loop = Loop(
             **{**sizes, "max_model_len": 2000, "state_block_size": 32, "tile_size": 16, "max_decode_pause": 30.0,
                "cache_mode": "none", **changes},
@@ -192,7 +192,7 @@ def test_each_client_has_its_turn_where_a_step_takes_one_prompt() -> None:
             assert min(last.values()) >= step - 40, last
 
 
-@pytest.mark.parametrize("pages", [4000, 140])
+@pytest.mark.parametrize("pages", [1000, 35])
 @pytest.mark.parametrize("machine", [CPU, GPU])
 def test_a_short_prompt_begins_within_two_steps(machine: Machine, pages: int) -> None:
     """All rows, or most pages, belong to another client, whose prompts wait, too."""
