@@ -110,7 +110,7 @@ def check_scan(implementation, shape, dtype=F32, *, rows, tokens, tiles, writes,
 
 DECODES = pytest.mark.parametrize("check", [check_update, check_replay])
 GPU = pytest.mark.parametrize("implementation", ["xla", "pallas_gpu_interpreted"])
-TPU = pytest.mark.parametrize("implementation", ["xla", "pallas_tpu_interpreted"])
+TPU = pytest.mark.parametrize("implementation", ["pallas_tpu_interpreted", "xla"])
 
 
 @pytest.mark.smoke
@@ -135,7 +135,7 @@ def test_three_groups_of_odd_width(implementation, check):
     check(implementation, dataclasses.replace(PLAIN[0], heads=9, groups=3, head_dim=24))
 
 
-@pytest.mark.smoke("implementation")
+@pytest.mark.smoke
 @TPU
 @pytest.mark.parametrize("shape", some_slow(SCANNED, SCANNED[1]), ids=lambda s: s.name)
 def test_scan_equals_definition(implementation, shape):
