@@ -171,7 +171,7 @@ def _the_weight_of_another_part(out, x, merge=member_module.merge_attention_part
 EACH_ITS_OWN = SimpleNamespace(all_gather=lambda each, axis: jnp.stack([each] * MEMBERS))
 
 
-@pytest.mark.smoke
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("place", "name", "fault"),
     [

@@ -104,7 +104,8 @@ def test_residual_stream_in_float32():
             seen.append(x.dtype)
             return x.astype(jnp.bfloat16)
 
-    for config in (SHARED, dataclasses.replace(SHARED, residual_in_fp32=False)):
+    for wide in (True, False):
+        config = dataclasses.replace(SHARED, pattern="ZZ", residual_in_fp32=wide)
         model = HybridModel.abstract(config, dtype=jnp.bfloat16)
         model.final_norm = Spy(model.final_norm)
         jax.eval_shape(lambda m: m(jnp.zeros((1, 3), jnp.int32)), model)
@@ -174,7 +175,8 @@ def test_wrong_arguments_are_said(tokens, lengths, kind, message):
 
 
 def test_tokens_outside_of_the_vocabulary_are_refused_wherever_they_are_given():
-    model, layout = random_model(EVERYTHING), SequenceLayout.of(1, 3, np.array([2]))
+    config = dataclasses.replace(EVERYTHING, pattern="M*")
+    model, layout = random_model(config), SequenceLayout.of(1, 3, np.array([2]))
     hidden = jnp.zeros((3, EVERYTHING.hidden_size))
     functions = (
         lambda tokens: model.run(tokens, layout, None),
