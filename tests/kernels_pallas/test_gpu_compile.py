@@ -13,7 +13,7 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
-from compile_cases import FULL, NEMOTRON, NEXT, ON_GPU
+from compile_cases import NEMOTRON, NEXT, ON_GPU
 from model_calls import BF16, F32, FP8, OPERATIONS, call_of, nbytes, program
 from topology import compile_for_gpu, lower_for_gpu, registers_of_kernels
 

@@ -211,7 +211,7 @@ def assert_same(found, *, exact=False):
 
 
 # Forms of which other forms have each part.
-ALIKE = "convolution|members .*|a gated mixer|(pairs, )?delta|selective|groups divide|heads .*|gated .*|rounded .*|.* over slow links"
+ALIKE = "convolution|members .*|(pairs, )?delta|selective|groups divide|heads .*|(a )?gated .*|rounded .*|.* slow links"
 MARKED = [pytest.param(form, marks=[pytest.mark.full] * bool(re.fullmatch(ALIKE, form))) for form in FORMS]
 
 

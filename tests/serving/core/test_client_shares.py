@@ -43,10 +43,10 @@ class Server:
     """Steps on a machine, with the time between the tokens of one request, the victim."""
 
     def __init__(self, machine: Machine, **changes) -> None:
-        sizes = {"num_slots": 100, "num_pages": 1000, "page_size": 8, "max_num_seqs": ROWS, "max_num_batched_tokens": 256}
+        sizes = {"num_slots": 100, "num_pages": 1000, "max_num_seqs": ROWS, "max_num_batched_tokens": 256}
         self.loop = Loop(
-            **{**sizes, "max_model_len": 2000, "state_block_size": 32, "tile_size": 16, "max_decode_pause": 30.0,
-               "cache_mode": "none", **changes},
+            **{**sizes, "max_model_len": 2000, "page_size": 8, "state_block_size": 32, "tile_size": 16,
+               "max_decode_pause": 30.0, "cache_mode": "none", **changes},
         )  # fmt: skip
         self.machine, self.now, self.prompts, self.next_load = machine, 0.0, 0, 0.0
         self.fed: dict[str | None, int] = {}
