@@ -9,6 +9,8 @@ import pytest
 
 NOT_TRACED = {"_pytest", *sys.stdlib_module_names} - {"builtins"}
 """Packages of which no function of a test is traced."""
+ON_HOST = "serving.engine.assembly.build", "serving.engine.steps.batching", "serving.state_transfer.source"
+"""Modules of other packages of which none is."""
 replaced: set[int] = set()
 """Identities of those that have replaced something else, and have not undone it."""
 
@@ -50,4 +52,4 @@ def _may_be_traced(target: Any) -> bool:
         target = target.__name__
     elif not isinstance(target, str):
         target = (target if isinstance(target, type) else type(target)).__module__
-    return target.partition(".")[0] not in NOT_TRACED
+    return target.partition(".")[0] not in NOT_TRACED and not target.startswith(ON_HOST)

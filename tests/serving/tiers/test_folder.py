@@ -108,14 +108,14 @@ def test_folders_that_are_made_are_private(tmp_path):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("shard", range(2))
+@pytest.mark.parametrize("shard", range(4))
 def test_a_thousand_random_faults(shard, tmp_path, monkeypatch):
     """Full and read-only disks, kills in the middle of a file, files cut short, changed, swapped and removed."""
     rng = random.Random(shard)
     disk, put = Disk(tmp_path), Folder._put
     sequences = [[rng.randrange(3) for _ in range(20)] for _ in range(8)]
     met = {"hit": 0, "miss": 0, "dropped": 0, "killed": 0}
-    for _ in range(500):
+    for _ in range(250):
         for _ in range(3):
             disk.store(unit(rng.choice(sequences)[: rng.randrange(1, 20)]))
         files = sorted(tmp_path.glob("*.safetensors"))

@@ -47,7 +47,8 @@ def test_gradients_reach_the_model_and_are_finite():
     def total(actor):
         return jnp.where(mask[:, -1, :, None], actor(tokens, None, None, mask)[0], 0).sum()
 
-    leaves = jax.tree.leaves(nnx.jit(nnx.grad(total))(actor))
+    graph, state = nnx.split(actor)
+    leaves = jax.tree.leaves(jax.jit(lambda state: nnx.grad(total)(nnx.merge(graph, state)))(state))
     assert all(jnp.isfinite(leaf).all() for leaf in leaves)
     assert any(jnp.abs(leaf).max() > 0 for leaf in leaves)
 
