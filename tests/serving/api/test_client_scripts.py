@@ -11,7 +11,11 @@ from benchmarks.clients import agent_loop
 
 
 @pytest.mark.parametrize(
-    ("vendor", "part"), [("openai", "a conversation that the server kept"), ("anthropic", "called      look({'deep':")]
+    ("vendor", "part"),
+    [
+        ("openai", "a conversation that the server kept"),
+        pytest.param("anthropic", "called      look({'deep':", marks=pytest.mark.full),
+    ],
 )
 def test_the_sdks(server, capsys, vendor, part):
     pytest.importorskip(vendor, reason=f"needs the {vendor} SDK (the extra `test`)")

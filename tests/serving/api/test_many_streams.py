@@ -79,9 +79,11 @@ def check(server, found) -> None:
     assert server.metric("mamba_jax_http_requests_in_flight") == 1  # the one that asks
 
 
-def test_sixty_streams(server):
+@pytest.mark.smoke
+@pytest.mark.parametrize("count", [20, 60])
+def test_sixty_streams(server, count):
     compiled = server.metric("mamba_jax_compilations_total")
-    check(server, asyncio.run(crowd(server, 60, random.Random(5))))
+    check(server, asyncio.run(crowd(server, count, random.Random(5))))
     assert server.metric("mamba_jax_compilations_total") == compiled
 
 

@@ -223,6 +223,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.full
 def test_jax_is_started_only_after_the_child_has_ended(tmp_path):
     """A chip is for one process: here a lock, which the child has until it is ended, even if it says no more."""
     lock = tmp_path / "chip"

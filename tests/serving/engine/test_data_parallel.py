@@ -22,8 +22,8 @@ def traffic(harness):
     """Prompts, some of which share beginnings, and what one engine says to each alone."""
     rng = random.Random(11)
     shared = [harness.prompt(rng, 48) for _ in range(2)]
-    prompts = [harness.prompt(rng, rng.choice([1, 7, 16, 31, 33, 48, 64, 65, 90])) for _ in range(10)]
-    prompts += [rng.choice(shared) + harness.prompt(rng, rng.randrange(1, 30)) for _ in range(10)]
+    prompts = [harness.prompt(rng, rng.choice([1, 7, 16, 31, 33, 48, 64, 65, 90])) for _ in range(6)]
+    prompts += [rng.choice(shared) + harness.prompt(rng, rng.randrange(1, 30)) for _ in range(6)]
     engine = harness.engine("none")
     return prompts, [harness.run(engine, [prompt], GREEDY)[0].outputs[0].token_ids for prompt in prompts]
 

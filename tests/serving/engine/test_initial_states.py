@@ -23,7 +23,7 @@ FLAGS = golden_case.FLAGS | {"debug_state": True}
 COUNT = 8
 GREEDY = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logprobs=5)
 PATTERN = [3, 14, 15, 92, 65, 35]
-PROMPT = [*PATTERN * 12, 9, *PATTERN[:3]]
+PROMPT = [*PATTERN * 7, 9, *PATTERN[:3]]
 """Repeats itself, so that n-grams give drafts."""
 
 

@@ -42,8 +42,8 @@ def experts_by(model):
         return jnp.stack(found, axis=1)
 
     def of(tokens):
-        padded = jnp.zeros(LONGEST, jnp.int32).at[: len(tokens)].set(jnp.array(tokens))
-        return np.asarray(all_experts(padded, jnp.array(len(tokens))))[: len(tokens)]
+        padded = np.array([*tokens, *[0] * (LONGEST - len(tokens))], np.int32)
+        return np.asarray(all_experts(padded, np.array(len(tokens))))[: len(tokens)]
 
     return of
 
