@@ -177,6 +177,7 @@ def test_a_part_is_promised_as_soon_as_the_books_have_it(start):
 
 
 @pytest.mark.smoke
+@pytest.mark.smoke
 @pytest.mark.parametrize("flags", [HOST, DISK])
 def test_states_of_an_adapter_are_found_by_its_content(start, flags):
     engines = start(replicas=2, max_initial_states=1, **flags)
