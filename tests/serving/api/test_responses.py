@@ -63,7 +63,8 @@ def test_the_sdks_own_stream(server):
         assert stream.get_final_response().output_text == "two words"
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.smoke
+@pytest.mark.parametrize("streamed", [True, False])
 def test_a_call_and_what_it_gave(server, streamed):
     fields = {"tools": [LOOK], "tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 200}
     answer = list(ask(server, stream=True, **fields))[-1].response if streamed else ask(server, **fields)

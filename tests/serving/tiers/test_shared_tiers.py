@@ -60,6 +60,7 @@ def test_what_they_hold_is_counted_once_and_what_they_fetch_by_each(start):
     assert [engine["tiers"]["host"]["arrived"] for engine in whole["engines"]] == [1, 2]
 
 
+@pytest.mark.full
 def test_both_at_once_keep_to_the_caps(start, tmp_path):
     """Room for a few conversations in memory and a few more on the disk: both evict, write and fetch all the time."""
     one, other = start(replicas=2, **HOST, **DISK)
