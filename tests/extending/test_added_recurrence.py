@@ -6,6 +6,7 @@ No other file is there for it. What docs/extending.md says about these three is 
 import dataclasses
 import functools
 import json
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +17,6 @@ from checkpoints import load_model
 from mamba_jax import families
 from mamba_jax.drafts import NGramDrafts
 from mamba_jax.layout import SequenceLayout
-from mamba_jax.programs import StepPrograms
 from serving.capacity.plan import make_plan
 from serving.capacity.targets import target
 from serving.cli.main import app
@@ -29,7 +29,8 @@ from serving.split.worker import Worker
 from tests.extending.average import reference
 from tests.extending.family import FAMILY
 from tests.extending.mixer import AVERAGE
-from tests.support.engines.engines import QUICK_COMPILE, finish
+from tests.support.engines.engines import finish
+from tests.support.engines.step_programs import shared_programs
 from tests.support.fleets.split_pair import DirectTransport
 from tests.support.models.golden_case import chosen_logprobs, log_probs
 
@@ -60,8 +61,10 @@ def model(directory):
 @functools.cache
 def programs(directory, drafts):
     source = NGramDrafts(1, 4) if drafts == "ngram" else None
-    options = {"compiler_options": QUICK_COMPILE, "greedy": True}
-    return StepPrograms(model(directory), tile_size=TILE, source=source, **options)
+    made = shared_programs(model(directory), tile_size=TILE, source=source)
+    if made.kept is not None:  # what the files of this folder say is not in its description
+        made.kept._description += "".join(path.read_text() for path in sorted(Path(__file__).parent.rglob("*.py")))
+    return made
 
 
 def build(directory, mode="all", drafts="none", **flags):
