@@ -10,12 +10,9 @@ import pytest
 from benchmarks.clients import agent_loop
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
-    ("vendor", "part"),
-    [
-        ("openai", "a conversation that the server kept"),
-        pytest.param("anthropic", "called      look({'deep':", marks=pytest.mark.full),
-    ],
+    ("vendor", "part"), [("openai", "a conversation that the server kept"), ("anthropic", "called      look({'deep':")]
 )
 def test_the_sdks(server, capsys, vendor, part):
     pytest.importorskip(vendor, reason=f"needs the {vendor} SDK (the extra `test`)")
