@@ -208,7 +208,8 @@ def test_requests_over_tls_are_answered(over_tls):
     assert get(url, context) == {200}
 
 
-@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01"])
+@pytest.mark.smoke
+@pytest.mark.parametrize("sent", [b"\x16\x03\x01", b""])
 def test_a_handshake_has_a_deadline(over_tls, sent):
     _, url, context = over_tls
     assert get(url, context) == {200}  # it runs

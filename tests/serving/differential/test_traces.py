@@ -171,7 +171,7 @@ def bits(model: str, dtype: str, count: int, *reached: str, **how: Any) -> Any:
 
 CASES = [
     case("a few", 0, 4, ("all", "cached_tokens"), mark=(), model="nemotronh"),
-    case("drafts, a few", 50_000_000, 4, ("drafted mtp", "layer"), drafts=True, model=SMALLEST),
+    case("drafts, a few", 50_000_000, 4, ("drafted mtp", "layer"), mark=(), drafts=True, model=SMALLEST),
     *(
         case(f"drafts, {model}", 54_000_000, 25, ("align", "all", "failures", "full_hits", "accepted ngram"),
              drafts=True, model=model)
@@ -182,7 +182,7 @@ CASES = [
         case(f"drafter {model}, replay {replay}", 52_000_000, 24, WITH_DRAFTER, drafts=True, model=model, replay=replay)
         for model, replay in (("eagle3", None), ("dflash", 8))
     ),
-    case("replay, a few", 0, 8, (*FEW, *ANCHORS), model=SMALLEST, **REPLAY),
+    case("replay, a few", 0, 8, (*FEW, *ANCHORS), mark=(), model=SMALLEST, **REPLAY),
     case("replay", 0, 30, (*COMMON, *ANCHORS), model=SMALLEST, **REPLAY),
     case("replay, drafts", 50_000_000, 30, (*COMMON, *ANCHORS, "drafts_cut", "layer"), drafts=True, model="nemotronh",
          **REPLAY),

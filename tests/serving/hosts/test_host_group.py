@@ -165,7 +165,7 @@ def test_a_process_that_is_frozen_or_killed_is_lost(monkeypatch, how, stage, wan
             if stage == "serving":
                 leader.wait_until_ready()
             with pytest.raises(queue.Empty):
-                leader.ends.get(timeout=3 if how == signal.SIGSTOP else 0.1)  # it says that it lives
+                leader.ends.get(timeout=2.3 if how == signal.SIGSTOP else 0.1)  # it says that it lives
             other.send_signal(how)
             assert leader.last_words() == (f"host 1 is lost: it {wanted}", 1)
         finally:

@@ -134,7 +134,7 @@ def test_a_name_that_only_this_host_takes_for_loopback_is_listened_to_everywhere
 def test_missing_hosts_are_named_again_and_again_on_all_hosts(invitations, monkeypatch, caplog):
     monkeypatch.setattr(meeting, "REPORT_INTERVAL", 0.05)
     with caplog.at_level(logging.INFO):
-        found = Hosts([0, 2], seconds=2).wait()
+        found = Hosts([0, 2], seconds=1).wait()
     line = "the hosts did not connect: host 1 did not connect in time: not started, not reachable, or ended"
     assert found == [line] * 2
     for said in ("waiting for host 1", "host 0: waiting for host 1"):
