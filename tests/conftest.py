@@ -35,7 +35,7 @@ os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 
 count_replacements()
 # Python's default, 700, takes a twentieth of the time of tests, and a sixth of that of collecting them.
-gc.set_threshold(100_000, 20, 50)
+gc.set_threshold(10_000, 10, 10)
 
 MAPS, STATUS = Path("/proc/self/maps"), Path("/proc/self/status")
 KEPT_BYTES, MOST_KEPT_BYTES, FILE_BYTES, MOST_LEFT_BYTES = 1 << 30, 3 << 29, 5 << 29, 3 << 29
@@ -65,6 +65,8 @@ def pytest_configure(config: pytest.Config) -> None:
             config.pluginmanager.register(recorded_passes.PassRecorder(config))
     if full_tier(config):
         _check_annotations()
+    else:  # files of the full tier would take more memory than they may
+        gc.set_threshold(100_000, 20, 50)
     if cpu_options.EXIST and not CHOSEN_BY_USER and cpu_options.PATIENT not in os.environ["XLA_FLAGS"]:
         os.environ["XLA_FLAGS"] += f" {cpu_options.PATIENT}"
     # `--slow` has the emitters that users have.

@@ -30,7 +30,7 @@ NAMED = re.compile(rf"\b(?:{PACKAGES})(?:\.\w+)+")
 """A module of the project, also one that is imported by its name in a string."""
 IMPORT = re.compile(rf"\bfrom ((?:{PACKAGES})[\w.]*) import (\([^)]*\)|.*)")
 COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12")
-LIBRARIES = ("flax", "numpy", "ml_dtypes")
+LIBRARIES = ("flax", "numpy")
 
 
 def skip_recorded(items: list[pytest.Item]) -> None:
