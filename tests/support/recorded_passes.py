@@ -53,12 +53,9 @@ def _recorded() -> dict[str, dict[str, str]]:
 
 def _versions() -> dict[str, str]:
     """Of compilers the whole versions, of others without the number of fixes."""
-    python, compilers = (
-        f"{sys.version_info.major}.{sys.version_info.minor}",
-        {name: _version(name) for name in COMPILERS},
-    )
+    python = {"Python": f"{sys.version_info.major}.{sys.version_info.minor}"}
     others = {name: ".".join(_version(name).split(".")[:2]) for name in LIBRARIES}
-    return {"Python": python} | compilers | others
+    return python | {name: _version(name) for name in COMPILERS} | others
 
 
 def _of_kernels(item: pytest.Item) -> bool:

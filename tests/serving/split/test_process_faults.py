@@ -52,6 +52,8 @@ def test_states_that_do_not_come_as_they_should(fleet, fault):
             assert fleet.ask(4, 4, seed=seed) == Outcomes(right=4)
             if fleet.stages.reached(fault, 1.0):
                 break
+        else:
+            pytest.fail("no state was asked for")
         fleet.stages.go(fault)
     assert fleet.decode[0].get("/split/status", AUTH)["failed"] >= before + 2
     fleet.assert_at_rest()
